@@ -21,7 +21,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Base of all tables: unknown keys are errors."""
 
 
-class ModelConfig(_Table):
+class ModelConfig(_Table, frozen=True, kw_only=True):
     """The policy."""
 
     path: str = "quickstart"  # a Hugging Face causal-LM folder, or "quickstart" for the shipped policy
@@ -30,7 +30,7 @@ class ModelConfig(_Table):
     context: int = 4096  # tokens, prompt + sampled; longer prompts get the dialect's own "too long" error
 
 
-class TasksConfig(_Table):
+class TasksConfig(_Table, frozen=True, kw_only=True):
     """Where tasks come from."""
 
     kind: str = "quickstart"  # quickstart | folder | a "module:function" returning a TaskSet
@@ -41,7 +41,7 @@ class TasksConfig(_Table):
     options: dict[str, Any] = {}  # passed to the task set as they are
 
 
-class HarnessConfig(_Table):
+class HarnessConfig(_Table, frozen=True, kw_only=True):
     """The agent harness. It is run as it is; only its environment and command line are ours."""
 
     kind: str = "quickstart"  # quickstart | command
@@ -50,14 +50,14 @@ class HarnessConfig(_Table):
     options: dict[str, Any] = {}
 
 
-class SandboxConfig(_Table):
+class SandboxConfig(_Table, frozen=True, kw_only=True):
     """Where an execution lives."""
 
     kind: Literal["auto", "local", "bubblewrap"] = "auto"  # auto: bubblewrap if it works here, else local
     keep_workspaces: bool = False  # keep each execution's workspace in the run folder
 
 
-class ExecutionsConfig(_Table):
+class ExecutionsConfig(_Table, frozen=True, kw_only=True):
     """Limits of one execution. A value here wins over the task's own where it is smaller."""
 
     agent_deadline_s: float | None = None
@@ -68,7 +68,7 @@ class ExecutionsConfig(_Table):
     max_running: int | None = None  # None: slots x rollout cells
 
 
-class SamplingConfig(_Table):
+class SamplingConfig(_Table, frozen=True, kw_only=True):
     """Pins: they win over what the harness asks."""
 
     temperature: float = 1.0
@@ -77,7 +77,7 @@ class SamplingConfig(_Table):
     max_tokens: int | None = None  # cap on one reply; None: what the harness asks
 
 
-class ProxyConfig(_Table):
+class ProxyConfig(_Table, frozen=True, kw_only=True):
     """The one door for harnesses."""
 
     host: str = "127.0.0.1"
@@ -86,7 +86,7 @@ class ProxyConfig(_Table):
     stream_tokens: bool = False  # False: a turn is emitted whole
 
 
-class CellsConfig(_Table):
+class CellsConfig(_Table, frozen=True, kw_only=True):
     """GPU sets that change role."""
 
     satellites: int = 2  # besides the one core cell
@@ -100,7 +100,7 @@ class CellsConfig(_Table):
     kv_transfer: bool = True  # move KV with preempted calls where versions agree
 
 
-class ScheduleConfig(_Table):
+class ScheduleConfig(_Table, frozen=True, kw_only=True):
     """When cells change role, and how far rollout may run ahead."""
 
     policy: str = "elastic"  # elastic | colocate | async | a "module:class"
@@ -110,7 +110,7 @@ class ScheduleConfig(_Table):
     train_cells: int = 0  # policy = async: satellites that always train (besides the core)
 
 
-class TrainConfig(_Table):
+class TrainConfig(_Table, frozen=True, kw_only=True):
     """One optimizer step."""
 
     learning_rate: float = 1e-3
@@ -133,7 +133,7 @@ class TrainConfig(_Table):
     keep_checkpoints: int = 2
 
 
-class SamplesConfig(_Table):
+class SamplesConfig(_Table, frozen=True, kw_only=True):
     """From trees to samples."""
 
     group_size: int = 16
@@ -144,7 +144,7 @@ class SamplesConfig(_Table):
     infra_placeholder: bool = False  # True: an execution lost to infrastructure enters as reward 0
 
 
-class EvalConfig(_Table):
+class EvalConfig(_Table, frozen=True, kw_only=True):
     """Held-out evaluation, through the same proxy and cells. Never trained on."""
 
     every: int = 0  # steps; 0: only before the first and after the last step; -1: never
@@ -153,7 +153,7 @@ class EvalConfig(_Table):
     pass_threshold: float = 1.0  # an execution passes with at least this reward
 
 
-class WatchConfig(_Table):
+class WatchConfig(_Table, frozen=True, kw_only=True):
     """What the user sees."""
 
     live: Literal["auto", "on", "off"] = "auto"  # auto: live view on a terminal, lines elsewhere
@@ -161,7 +161,7 @@ class WatchConfig(_Table):
     report: bool = True
 
 
-class RunConfig(_Table):
+class RunConfig(_Table, frozen=True, kw_only=True):
     """A whole training run."""
 
     run_dir: str = "runs/{name}-{time}"  # {name}: of the config, {time}: start
