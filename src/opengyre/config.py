@@ -272,7 +272,14 @@ def build(data: dict[str, Any]) -> RunConfig:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         what, _, place = str(error).partition(" - at `$")
-        raise ConfigError(what, where=place.rstrip("`").lstrip(".") or "config") from None
+        key = place.rstrip("`").lstrip(".")
+        raise ConfigError(f"{_value_at(data, key)!r}", where=key or "config", right=what[0].lower() + what[1:]) from None
+
+
+def _value_at(data: Any, key: str) -> Any:
+    for part in key.split("."):
+        data = data.get(part) if isinstance(data, dict) else data
+    return data
 
 
 def _set(data: dict[str, Any], override: str) -> None:

@@ -95,8 +95,9 @@ class LocalCluster:
                 start_new_session=True,  # Ctrl-C reaches the conductor only, which ends cells in order
             )
         ended = asyncio.create_task(process.wait())
+        either: list[asyncio.Future[Any]] = [connected, ended]
         try:
-            await asyncio.wait([connected, ended], timeout=_START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=_START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
             if not connected.done():
                 raise CellError(f"did not start: {_tail(log) or 'no output'}", where=spec.name, right=f"see {log}")
             cell = LocalCell(spec.name, process, connected.result(), log)
