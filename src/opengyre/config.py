@@ -273,7 +273,8 @@ def build(data: dict[str, Any]) -> RunConfig:
             raise error.__cause__ from None
         what, _, place = str(error).partition(" - at `$")
         key = place.rstrip("`").lstrip(".")
-        raise ConfigError(f"{_value_at(data, key)!r}", where=key or "config", right=what[0].lower() + what[1:]) from None
+        value = repr(_value_at(data, key))
+        raise ConfigError(value, where=key or "config", right=what[0].lower() + what[1:]) from None
 
 
 def _value_at(data: Any, key: str) -> Any:
