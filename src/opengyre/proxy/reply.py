@@ -1,0 +1,111 @@
+"""What the policy sampled, read as a turn: reasoning, text, tool calls. (ChatML, Hermes, Qwen3.)
+
+A call that is cut, malformed or without arguments stays text and is flagged: an invented ``{}`` would make the harness
+do something the policy never said.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from opengyre.proxy.conversation import Message, Part, Text, Thinking, ToolCall
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+MARKERS = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
+_CALL = re.compile(re.escape(CALL_OPEN) + r"(.*?)" + re.escape(CALL_CLOSE), re.DOTALL)
+
+
+def mint_call_id() -> str:
+    """A fresh tool-call id: a repeated one in a session destroys the turn in some clients."""
+    return f"toolu_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn: thinking, then text, then calls, the order in which clients send it back.
+
+    ``complete`` is False when the turn was cut; ``malformed`` counts tool calls that stayed text; ``stop_sequence`` is
+    the stop string that ended it.
+    """
+
+    parts: tuple[Part, ...]
+    complete: bool
+    malformed: int = 0
+    stop_sequence: str | None = None
+
+    @property
+    def message(self) -> Message:
+        """The turn as a message of the conversation that follows."""
+        return Message("assistant", self.parts)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Tool calls in order."""
+        return tuple(p for p in self.parts if isinstance(p, ToolCall))
+
+
+def read_turn(
+    text: str,
+    *,
+    complete: bool,
+    thinking_open: bool = False,
+    stop: Sequence[str] = (),
+    mint: Callable[[], str] = mint_call_id,
+) -> Turn:
+    """Read decoded text (without its stop token). ``thinking_open``: the prompt ended inside a reasoning block."""
+    thought, text, closed = _split_thinking(text, thinking_open)
+    text, hit = cut_at(text, stop)
+    calls, said, malformed = [], [], 0
+    position = 0
+    for match in _CALL.finditer(text):
+        call = _read_call(match[1], mint)
+        if call is None:
+            malformed += 1
+            continue
+        said.append(text[position : match.start()])
+        position = match.end()
+        calls.append(call)
+    said.append(text[position:])
+    malformed += CALL_OPEN in said[-1][said[-1].rfind(CALL_CLOSE) + 1 :]
+    visible = "\n".join(s for piece in said if (s := piece.strip("\n")) and not s.isspace())
+    parts: list[Part] = [Thinking(thought)] if thought else []
+    parts += [Text(visible)] if visible else []
+    return Turn((*parts, *calls), complete and closed, malformed, hit)
+
+
+def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """``text`` up to the first stop string, and that string."""
+    found = [(at, s) for s in stop if s and (at := text.find(s)) >= 0]
+    if not found:
+        return text, None
+    at, hit = min(found)
+    return text[:at], hit
+
+
+def _split_thinking(text: str, thinking_open: bool) -> tuple[str, str, bool]:
+    """(reasoning, rest, whether the reasoning was closed)."""
+    body = text.lstrip()
+    if body.startswith(THINK_OPEN):
+        body = body.removeprefix(THINK_OPEN)
+    elif not thinking_open:
+        return "", text, True
+    thought, close, rest = body.partition(THINK_CLOSE)
+    return thought.strip("\n"), rest, bool(close)
+
+
+def _read_call(body: str, mint: Callable[[], str]) -> ToolCall | None:
+    try:
+        value: Any = msgspec.json.decode(body.strip())  # strict: no NaN, no lone surrogates
+    except msgspec.DecodeError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments")
+    return ToolCall(mint(), value["name"], arguments) if isinstance(arguments, dict) else None
