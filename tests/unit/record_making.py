@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
@@ -16,11 +17,16 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+@cache
+def meaning(message: object) -> bytes:
+    return repr(message).encode()
+
+
 def chain(messages: Sequence[object], tools: object = "") -> list[bytes]:
     """Chained keys of messages given as any values whose repr is their meaning."""
     key, out = repr(tools).encode(), []
     for message in messages:
-        key = blake2b(key + repr(message).encode(), digest_size=16).digest()
+        key = blake2b(key + meaning(message), digest_size=16).digest()
         out.append(key)
     return out
 
@@ -46,7 +52,7 @@ class Talk:
 
     def __init__(self, tree: Tree | None = None) -> None:
         self.tree = tree or Tree()
-        self.seen: list[tuple[list[int], list[int]]] = []
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
         self.made: list[CommittedCall] = []
 
     def prepare(
@@ -62,17 +68,17 @@ class Talk:
             tail += [*message, self.END]
             marks.append((key, len(tail)))
         tail.append(self.GO)
-        prompt = [*self.tree.prompt_ids(at).tolist(), *tail]
-        cuts = np.array_split(np.array([*answer, self.END] if answer else [], np.int32), len(versions))
+        prompt = np.concatenate([self.tree.prompt_ids(at), ids(*tail)])
+        sampled = ids(*answer, self.END) if answer else ids()
+        cuts = np.array_split(sampled, len(versions))
         spans = tuple(reply(c.tolist(), v) for c, v in zip(cuts, versions, strict=True) if len(c))
-        sampled = [*answer, self.END] if answer else []
         name = f"call-{len(self.seen):04d}"
         self.seen.append((prompt, sampled))
         call = CommittedCall(
-            at, np.array(tail, np.int32), tuple(marks), spans,
+            at, ids(*tail), tuple(marks), spans,
             chain([*messages, tuple(answer)], tools)[-1] if answer else None,
             meta(name, fork_reason=at.fork_reason, **about),
-            digest_ids(np.array(prompt, np.int32)), digest_ids(np.array(sampled, np.int32)), usable,
+            digest_ids(prompt), digest_ids(sampled), usable,
         )  # fmt: skip
         self.made.append(call)
         return call

@@ -59,7 +59,7 @@ def test_T04_a_sub_agent_between_the_parents_turns():
     assert sorted(map(len, chains)) == [2, 3]
     assert [c.meta.fork_reason for c in talk.tree.calls()] == [None, "new_root", None, None, None]
     (p1, c1), (p2, _) = talk.seen[0], talk.seen[2]
-    assert p2[: len(p1) + len(c1)] == p1 + c1
+    assert p2[: len(p1) + len(c1)].tolist() == [*p1, *c1]
 
 
 @pytest.mark.parametrize("thinking", [True, False])

@@ -13,6 +13,7 @@ from opengyre.errors import RecordError
 from opengyre.record.types import CallMeta, Ids, Logprobs, Span
 
 DIGEST_BYTES = 16  # 2^64 calls before a collision is likely
+KEY_BYTES = 16  # likewise for messages
 
 
 def new_digest(*parts: Ids) -> hashlib.blake2b:
@@ -86,6 +87,8 @@ class CommittedCall:
             raise RecordError(f"message ends {ends[1:-1]} do not rise within {len(self.tail_ids)} tokens", where=where)
         if any(not span.sampled or not len(span) for span in self.sampled):
             raise RecordError("a reply holds an empty span or one without log-probabilities", where=where)
+        if any(len(key) != KEY_BYTES for key, _ in self.marks):
+            raise RecordError(f"a message key is not {KEY_BYTES} bytes long", where=where)
         if len(self.prompt_digest) != DIGEST_BYTES or len(self.sampled_digest) != DIGEST_BYTES:
             raise RecordError("lacks the digest of what the engine saw and sampled", where=where)
 
