@@ -10,11 +10,13 @@ import msgspec
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What the sandbox starts. ``env`` is added to the sandbox's minimal environment; ``stdin`` is fed and closed."""
+    """What the sandbox starts. ``env`` is added to the sandbox's minimal environment; ``stdin`` is fed and closed;
+    ``tools`` are host paths the command reads besides the system's (its own code); a sandbox shows them read-only."""
 
     argv: list[str]
     env: dict[str, str]
     stdin: str = ""
+    tools: list[str] = []
 
 
 class Harness(Protocol):

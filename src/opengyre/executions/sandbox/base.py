@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -28,9 +29,15 @@ class Sandbox(Protocol):
         """How ``path`` is called inside."""
         ...
 
-    async def run(self, launch: Launch, *, timeout_s: float, log: Path) -> Exit:
-        """Run to the end or to the deadline; then no process it started is alive. Raises SandboxError if it could not
-        start or was lost."""
+    async def run(
+        self, launch: Launch, *, timeout_s: float, log: Path, held_s: Callable[[], float] | None = None
+    ) -> Exit:
+        """Run to the end or to the deadline; then no process it started is alive.
+
+        ``held_s``: seconds so far that do not count against ``timeout_s``, read again when the deadline seems reached.
+        Raises HarnessError if the command cannot be executed, SandboxError if the sandbox could not start or was lost
+        through no doing of what ran in it.
+        """
         ...
 
     async def close(self, timeout_s: float) -> None:
