@@ -90,7 +90,7 @@ def build_samples(
     """
     picks = select(paths_of(tree, roles), j_max=j_max, run_seed=run_seed, execution_id=execution_id, picker=picker)
     drafts = [(pick, list(tree.path(pick.leaf))) for pick in picks]
-    masks = [_mask(pick, path) for pick, path in drafts]
+    masks = [_mask(pick) for pick in picks]
     total = sum(int(mask.sum()) for mask in masks)
     return [
         Sample(
@@ -111,11 +111,11 @@ def build_samples(
     ]
 
 
-def _mask(pick: Pick, path: Sequence[tuple[int, int, int, Span]]) -> np.ndarray:
+def _mask(pick: Pick) -> np.ndarray:
     """Shape (T,), True on the segments this pick trains; the path's first token is never among them."""
-    mask = np.zeros(path[-1][2], dtype=bool)
-    for _, start, stop in pick.trainable:
-        mask[start:stop] = True
+    fresh = set(pick.trainable)
+    lengths = [stop - start for _, start, stop in (segment.key for segment in pick.path.segments)]
+    mask = np.repeat([segment.key in fresh for segment in pick.path.segments], lengths)
     mask[:1] = False
     return mask
 
@@ -125,9 +125,11 @@ def _logprobs(span: Span) -> np.ndarray:
 
 
 def _versions(mask: np.ndarray, path: Sequence[tuple[int, int, int, Span]]) -> Iterator[int]:
-    for _, start, stop, span in path:
-        if span.version is not None and bool(mask[start:stop].any()):
+    position = 0
+    for *_, span in path:
+        if span.version is not None and bool(mask[position : position + len(span)].any()):
             yield span.version
+        position += len(span)
 
 
 def _segments(path: Sequence[tuple[int, int, int, Span]]) -> tuple[tuple[int, int], ...]:

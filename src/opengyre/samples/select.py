@@ -18,14 +18,13 @@ from typing import Protocol
 from opengyre.errors import ConfigError
 from opengyre.record.types import Role, Span
 
-Key = tuple[int, int, int]  # (node id, start, stop): tokens [start, stop) of the path, all in one node
+Key = tuple[int, int, int]  # (node id, start, stop): tokens [start, stop) of one node
 
 
 class PathTree(Protocol):
     """What selection needs of a trajectory tree (record.tree.Tree is one).
 
-    ``path`` gives (node id, start, stop, span) from the root on; ``start`` and ``stop`` count tokens from the root, and
-    a node starts at the same depth on every path through it. ``span`` has ``stop - start`` tokens.
+    ``path`` gives (node id, start, stop, span) from the root on: tokens [start, stop) of that node, all of ``span``.
     """
 
     def leaves(self) -> Sequence[int]:
@@ -158,8 +157,10 @@ def paths_of(tree: PathTree, roles: Mapping[int, Role]) -> list[Path]:
 
 
 def _segments(path: Sequence[tuple[int, int, int, Span]], cuts: Mapping[int, Sequence[int]]) -> Iterator[Segment]:
+    position = 0
     for node, start, stop, span in path:
         inner = [start, *(c for c in cuts[node] if start < c < stop), stop]
         for a, b in pairwise(inner):
             tokens = b - a if span.sampled and span.trainable else 0
-            yield Segment((node, a, b), tokens - (a == 0 and tokens > 0))
+            yield Segment((node, a, b), tokens - (position == 0 and tokens > 0))
+            position += b - a
