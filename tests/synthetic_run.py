@@ -58,7 +58,8 @@ class Synthetic:
         self.open: dict[int, Counter[str]] = {}
         self.step_rows: dict[int, list[Event]] = {}
         self.idle_trainers: set[str] = set()
-        self.evaluating, self.eval_rewards, self._last_level = True, [], (-1, -1, -1)
+        self.eval_rewards: list[float] = []
+        self._last_level = (-1, -1, -1)
         cells = [{"cell": c, "core": c == "core"} for c in self.cells]
         fields = {"name": "quickstart", "policy": policy, "steps": steps, "seed": seed, "learning_rate": learning_rate}
         self.emit("run", state="start", cells=cells, **fields)
@@ -105,7 +106,7 @@ class Synthetic:
         self.start()
 
     def evaluate(self) -> None:
-        self.evaluating, self.eval_rewards = True, []
+        self.eval_rewards = []
         tasks, each = self.held_out
         for i in range(tasks * each):
             self.enqueue(f"h{self.version}-{i}", f"h{self.version}-{i // each}", f"held-{i // each:02d}", -1)
@@ -176,7 +177,6 @@ class Synthetic:
         rates = {"pass_rate": sum(r == 1 for r in rewards) / len(rewards), "reward_mean": sum(rewards) / len(rewards)}
         if self.eval_rewards:
             self.emit("eval", version=self.version, executions=len(rewards), tasks=self.held_out[0], **rates)
-        self.evaluating = False
         self.last_step = self.last_step or self.t
         if self.version < self.steps:
             self.admit()

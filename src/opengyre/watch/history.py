@@ -191,9 +191,13 @@ class History:
         key, state = (e.get("step", 0), e.get("micro", 0)), e.get("state")
         if state == "claimed":
             self._claims[key] = (t, e.get("cell", "?"))
-        elif state == "done":
-            began, _ = self._claims.pop(key, (t - (e.get("seconds") or 0.0), ""))
-            self._lane(e.get("cell", "?")).micros.append(Micro(began, t, *key, e.get("tokens") or 0))
+        elif state == "done" or (state == "requeued" and e.get("seconds")):  # computed in vain is no idleness either
+            cell, began = e.get("cell", "?"), t - (e.get("seconds") or 0.0)
+            claimed = self._claims.get(key)
+            if claimed is not None and claimed[1] == cell:
+                began = claimed[0]
+                del self._claims[key]
+            self._lane(cell).micros.append(Micro(began, t, *key, e.get("tokens") or 0))
 
     def _step(self, t: float, e: dict[str, Any]) -> None:
         self.step_times[e.get("step", 0)] = t

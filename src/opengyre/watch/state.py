@@ -221,7 +221,9 @@ class RunState:
     def _micro_step(self, e: dict[str, Any]) -> None:
         state, step = e.get("state", ""), e.get("step", 0)
         if state == "claimed" or step in self.micro:  # a late hand-over does not reopen a committed step
-            self.micro.setdefault(step, {})[e.get("micro", 0)] = (state, e.get("cell", "?"))
+            micros, micro, cell = self.micro.setdefault(step, {}), e.get("micro", 0), e.get("cell", "?")
+            if state != "requeued" or micros.get(micro, ("", cell))[1] == cell:  # another cell may hold it by now
+                micros[micro] = (state, cell)
         if state == "done":
             _mark(self._trained, self.t, e.get("tokens") or 0)
 
