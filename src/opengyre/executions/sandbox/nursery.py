@@ -114,7 +114,7 @@ async def run(command: Command, *, timeout_s: float, held_s: Callable[[], float]
         raise
     try:
         if "error" in first:
-            kind = HarnessError if first["error"].startswith(("FileNotFound", "Permission")) else SandboxError
+            kind = HarnessError if first["error"].startswith(warden.ExecError.__name__) else SandboxError
             raise kind(first["error"], where=command.argv[0])
         line = await _until(reader, timeout_s, held_s or (lambda: 0.0))
         timed_out = line is None
@@ -168,8 +168,9 @@ async def _until(reader: asyncio.StreamReader, timeout_s: float, held_s: Callabl
         report.cancel()  # a cancelled readline leaves what it has seen in the buffer
 
 
-async def _end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, grace_s: float = GRACE_S) -> bytes:
+async def _end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, grace_s: float | None = None) -> bytes:
     """Ask for the end and wait for the proof."""
+    grace_s = GRACE_S if grace_s is None else grace_s
     try:
         writer.write(msgspec.json.encode({"end": grace_s}) + b"\n")
         return await asyncio.wait_for(reader.readline(), grace_s + warden.STUCK_S + REPORT_SLACK_S)

@@ -64,6 +64,10 @@ def nursery(door: socket.socket, run_pid: int) -> None:
     exterminate(time.monotonic() + STUCK_S)
 
 
+class ExecError(Exception):
+    """The command itself cannot be executed; by its name the run tells it from trouble around it."""
+
+
 class Warden:
     """Runs one command and ends it with everything it started."""
 
@@ -222,7 +226,10 @@ def _become(request: dict[str, Any], stdin: int, out: int, status: int, fail: in
             fail = os.dup(fail)
         os.dup2(status, STATUS_FD)
         os.set_inheritable(STATUS_FD, True)  # dup2 onto itself would leave it close-on-exec
-    os.execvpe(request["argv"][0], request["argv"], request["env"])
+    try:
+        os.execvpe(request["argv"][0], request["argv"], request["env"])
+    except (OSError, ValueError) as cause:
+        raise ExecError(str(cause)) from cause
 
 
 def descendants(root: int | None = None) -> list[int]:
