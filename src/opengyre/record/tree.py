@@ -307,6 +307,13 @@ class Tree:
             raise RecordError("the root belongs to no call")
         return self._calls[self._nodes[node].call]
 
+    def continues(self, call: CallRecord) -> CallRecord | None:
+        """The call whose reply is the last one in this call's prompt; None if there is none."""
+        node = self._nodes[call.prompt_node]
+        while node.id != ROOT and not node.sampled:
+            node = self._nodes[node.parent]
+        return self._calls[node.call] if node.id != ROOT else None
+
     @property
     def unique_tokens(self) -> int:
         """Tokens stored."""
