@@ -152,9 +152,9 @@ class Synthetic:
         scored = outcome in ("finished", "timed_out")
         passed = self.rng.random() < skill * (1.25 - 0.5 * hard) and outcome == "finished"
         reward = (1.0 if passed else round(self.rng.choice([0.0, 0.0, 0.25, 0.5, 0.75]), 2)) if scored else None
-        leaves = {"main": 1, "main_summary": int(seconds > 15), "sub_agent": self.rng.choice([0, 0, 1, 2])}
+        leaves = {"main": 1, "main_summary": int(seconds > 15), "sub_agent": self.rng.randrange(3)}
         tokens = int(seconds * self.rng.uniform(55, 75))
-        done = {
+        done: Event = {
             "outcome": outcome,
             "reward": reward,
             "calls": 2 + int(seconds / 1.7),

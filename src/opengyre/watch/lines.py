@@ -71,9 +71,9 @@ def status(s: RunState) -> str:
 
 def _run(s: RunState, e: dict[str, Any]) -> str:
     if e.get("state") == "end":
-        finished = len(s.outcomes)
+        done = f"{text.plural(s.step, 'step')}, {text.plural(len(s.outcomes), 'execution')}"
         reason = f" ({e['reason']})" if e.get("reason") else ""
-        return f"run end{reason}: {text.plural(s.step, 'step')}, {text.plural(finished, 'execution')}, {text.duration(s.t)}"
+        return f"run end{reason}: {done}, {text.duration(s.t)}"
     cores = sum(c.core for c in s.cells.values())
     cells = f"{text.plural(len(s.cells), 'cell')} ({cores} core)"
     rate = "" if s.learning_rate is None else f", learning rate {s.learning_rate:g}"

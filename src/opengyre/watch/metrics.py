@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,16 @@ import msgspec
 
 from opengyre.watch.state import RunState
 
+_STEP_GAUGES = (
+    "loss",
+    "grad_norm",
+    "reward_mean",
+    "pass_rate",
+    "clip_fraction",
+    "ratio_max",
+    "staleness_max",
+    "step_s",
+)
 _NOT_FIGURES = {"t", "kind", "step", "version"}
 
 
@@ -18,8 +28,8 @@ class MetricsWriter:
     """A listener that appends to ``metrics.jsonl``: a line per step, and a line per evaluation with ``eval/`` keys.
 
     Keys are ``step``, ``version``, ``t`` (seconds on the run's clock), ``train/<figure>`` as in the step event,
-    ``rollout/...``, ``cells/...`` and ``switch/...``. A resumed run appends; a step that is done again has a second line,
-    and the later one counts. A torn last line is cut when the file is reopened.
+    ``rollout/...``, ``cells/...`` and ``switch/...``. A resumed run appends; a step done again has a second line, and
+    the later one counts. A torn last line is cut when the file is reopened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,9 +46,8 @@ class MetricsWriter:
             self._write(step_line(self.state, event))
         elif event.get("kind") == "eval":
             figures = {f"eval/{k}": v for k, v in event.items() if k not in _NOT_FIGURES}
-            self._write(
-                {"step": event.get("version", 0), "version": event.get("version", 0), "t": self.state.t, **figures}
-            )
+            version = event.get("version", 0)  # versions count steps
+            self._write({"step": version, "version": version, "t": self.state.t, **figures})
 
     def close(self) -> None:
         """Close the file."""
@@ -69,82 +78,64 @@ def step_line(s: RunState, event: dict[str, Any]) -> dict[str, Any]:
 def prometheus(s: RunState) -> str:
     """A snapshot in the Prometheus text format (0.0.4); every name starts with ``opengyre_``."""
     out: list[str] = []
-    for name, kind, help_text, samples in _families(s):
+    for name, meaning, samples in [*_run_figures(s), *_flow_figures(s), *_switch_figures(s)]:
         rows = [(labels, value) for labels, value in samples if value is not None]
         if rows:
-            out += [f"# HELP opengyre_{name} {help_text}", f"# TYPE opengyre_{name} {kind}"]
+            kind = "counter" if name.endswith("_total") else "gauge"
+            out += [f"# HELP opengyre_{name} {meaning}", f"# TYPE opengyre_{name} {kind}"]
             out += [f"opengyre_{name}{_labels(labels)} {float(value):.10g}" for labels, value in rows]
     return "\n".join(out) + "\n"
 
 
-Samples = list[tuple[dict[str, str], float | None]]
+Family = tuple[str, str, list[tuple[dict[str, str], float | None]]]  # name, meaning, (labels, value)
 
 
-def _families(s: RunState) -> Iterator[tuple[str, str, str, Samples]]:
+def _one(name: str, meaning: str, value: float | None) -> Family:
+    return name, meaning, [({}, value)]
+
+
+def _by(name: str, meaning: str, label: str, values: Mapping[str, float | None]) -> Family:
+    return name, meaning, [({label: key}, value) for key, value in sorted(values.items())]
+
+
+def _run_figures(s: RunState) -> Iterator[Family]:
     last = s.steps.get(s.step, {})
-    yield "steps_total", "counter", "Optimizer steps committed.", [({}, s.step)]
-    yield "steps_planned", "gauge", "Optimizer steps planned.", [({}, s.planned_steps)]
-    yield "weights_version", "gauge", "Version of the authoritative weights.", [({}, s.version)]
-    yield "run_seconds", "gauge", "Time on the run's clock.", [({}, s.t)]
-    yield "eta_seconds", "gauge", "Time to the last planned step.", [({}, s.eta_s())]
-    level: Samples = [({"state": "queued"}, s.queued), ({"state": "running"}, s.running)]
-    yield "waterlevel", "gauge", "Executions queued and running.", level
-    yield "rollout_slots", "gauge", "Slots of the cells in the rollout role.", [({}, s.rollout_cells * s.slots)]
-    roles = Counter(c.phase.value for c in s.cells.values())
-    yield "cells", "gauge", "Cells by role.", [({"role": k}, n) for k, n in sorted(roles.items())]
-    flying = Counter(s.in_flight.values())
-    yield (
-        "executions",
-        "gauge",
-        "Executions in flight by state.",
-        [({"state": k}, n) for k, n in sorted(flying.items())],
-    )
-    done = sorted(Counter(s.outcomes.values()).items())
-    ended: Samples = [({"split": split, "outcome": outcome}, n) for (split, outcome), n in done]
-    yield "executions_total", "counter", "Executions that are over.", ended
-    yield (
-        "micro_steps",
-        "gauge",
-        "Micro-steps of the open step.",
-        [
-            ({"state": "seen"}, s.micro_total),
-            ({"state": "done"}, s.micro_done),
-        ],
-    )
-    yield (
-        "tokens_per_second",
-        "gauge",
-        "Tokens over the last minute.",
-        [
-            ({"kind": "sampled"}, s.sampled_per_s()),
-            ({"kind": "trained"}, s.trained_per_s()),
-        ],
-    )
-    excluded = "Executions left out of loss and baseline."
-    yield "excluded_total", "counter", excluded, [({}, s.total("excluded"))]
-    yield "degenerate_groups_total", "counter", "Groups without variance.", [({}, s.total("degenerate"))]
-    switches: Samples = []
-    seconds: Samples = []
-    for direction, stats in sorted(s.switches.items()):
-        switches.append(({"direction": direction, "ok": "true"}, len(stats.seconds)))
-        switches.append(({"direction": direction, "ok": "false"}, stats.failed))
-        seconds.append(({"direction": direction}, stats.median_s))
-    yield "switches_total", "counter", "Role switches.", switches
-    yield "switch_seconds_median", "gauge", "Median time of a role switch.", seconds
-    for key in (
-        "loss",
-        "grad_norm",
-        "reward_mean",
-        "pass_rate",
-        "clip_fraction",
-        "ratio_max",
-        "staleness_max",
-        "step_s",
-    ):
-        name = "step_seconds" if key == "step_s" else f"step_{key}"
-        yield name, "gauge", f"{key} of the last step.", [({}, last.get(key))]
+    yield _one("steps_total", "Optimizer steps committed.", s.step)
+    yield _one("steps_planned", "Optimizer steps planned.", s.planned_steps)
+    yield _one("weights_version", "Version of the authoritative weights.", s.version)
+    yield _one("run_seconds", "Time on the run's clock.", s.t)
+    yield _one("eta_seconds", "Time to the last planned step.", s.eta_s())
+    yield _one("excluded_total", "Executions left out of loss and baseline.", s.total("excluded"))
+    yield _one("degenerate_groups_total", "Groups without variance in their rewards.", s.total("degenerate"))
+    for key in _STEP_GAUGES:
+        yield _one("step_seconds" if key == "step_s" else f"step_{key}", f"{key} of the last step.", last.get(key))
     if s.evals:
-        yield "held_out_pass_rate", "gauge", "Last held-out pass rate.", [({}, s.evals[-1].get("pass_rate"))]
+        yield _one("held_out_pass_rate", "Last held-out pass rate.", s.evals[-1].get("pass_rate"))
+
+
+def _flow_figures(s: RunState) -> Iterator[Family]:
+    yield _by("waterlevel", "Executions in the system.", "state", {"queued": s.queued, "running": s.running})
+    yield _one("rollout_slots", "Slots of the cells in the rollout role.", s.rollout_cells * s.slots)
+    yield _by("executions", "Executions in flight.", "state", Counter(s.in_flight.values()))
+    done = sorted(Counter(s.outcomes.values()).items())
+    samples: list[tuple[dict[str, str], float | None]] = [
+        ({"split": split, "outcome": outcome}, n) for (split, outcome), n in done
+    ]
+    yield "executions_total", "Executions that are over.", samples
+    micros = {"seen": s.micro_total, "done": s.micro_done}
+    yield _by("micro_steps", "Micro-steps of the step in progress.", "state", micros)
+    rates = {"sampled": s.sampled_per_s(), "trained": s.trained_per_s()}
+    yield _by("tokens_per_second", "Tokens over the last minute.", "kind", rates)
+
+
+def _switch_figures(s: RunState) -> Iterator[Family]:
+    yield _by("cells", "Cells by role.", "role", Counter(c.phase.value for c in s.cells.values()))
+    good = {name: len(stats.seconds) for name, stats in s.switches.items()}
+    yield _by("switches_total", "Role switches that worked.", "direction", good)
+    failed = {name: stats.failed for name, stats in s.switches.items()}
+    yield _by("switches_failed_total", "Role switches that did not.", "direction", failed)
+    medians = {name: stats.median_s for name, stats in s.switches.items()}
+    yield _by("switch_seconds_median", "Median time of a role switch.", "direction", medians)
 
 
 def _labels(labels: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""One picture of a run's present state, as wide and as high as the terminal. Pure: state and time in, renderable out."""
+"""One picture of a run's present state, as wide and as high as the terminal. Pure: state and time in, picture out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opengyre.watch.verdict import rate_of
 
 STYLES = {Phase.ROLLOUT: "blue", Phase.TRAIN: "yellow", Phase.SWITCHING: "magenta", Phase.OFF: "bright_black"}
 LABEL = 12  # columns of the names on the left
-OTHER_LINES = 13  # lines of the picture that are not cells
+OTHER_LINES = 14  # lines of the picture that are not cells
 MIN_CELL_LINES = 3  # shown even on a terminal that is too low
 BAR_WIDTH = 16
 
@@ -29,6 +29,10 @@ def screen(s: RunState, now: float, width: int, height: int) -> RenderableType:
     rows.add_row("step", _progress(s, room))
     rows.add_row("waterlevel", _waterlevel(s, room))
     rows.add_row("executions", _executions(s))
+    excluded, degenerate = s.total("excluded"), s.total("degenerate")
+    rows.add_row(
+        "left out", f"{text.plural(excluded, 'execution')}, {text.plural(degenerate, 'group')} without variance"
+    )
     rows.add_row("pass rate", _trend(s, "pass_rate", room))
     rows.add_row("reward", _trend(s, "reward_mean", room))
     rows.add_row("held out", _held_out(s))
@@ -59,18 +63,15 @@ def _cells(s: RunState, now: float, most: int, width: int) -> Table:
     wide = width >= 72  # narrower terminals keep name, role and time
     for name in ["cell", "role", *(["load", "version"] if wide else []), "for", "micro-steps"]:
         right = name in ("version", "for", "micro-steps")
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=True, min_width=LABEL if name == "cell" else 0
-        )
+        least = LABEL if name == "cell" else 9 if name == "role" else 0  # "switching" fits: columns stand still
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=least)
     done = s.micro_by_cell()
     cells = sorted(s.cells.values(), key=lambda c: (not c.core,))
     shown = cells if len(cells) <= most else cells[: most - 1]
     for cell in shown:
         role = cell.phase.value if cell.phase is not Phase.SWITCHING else text.plain(cell.state)
-        row: list[RenderableType] = [
-            text.plain(cell.name) + (" *" if cell.core else ""),
-            Text(role, STYLES[cell.phase]),
-        ]
+        name = text.plain(cell.name) + (" *" if cell.core else "")
+        row: list[RenderableType] = [name, Text(role, STYLES[cell.phase])]
         if wide:
             row += [_load(s, cell), "-" if cell.version is None else str(cell.version)]
         table.add_row(*row, text.duration(now - cell.since), str(done[cell.name] or ""))
@@ -92,21 +93,21 @@ def _load(s: RunState, cell: CellView) -> Text:
 
 def _bar(share: float, width: int, style: str) -> Text:
     full, empty = text.bar(share, width)
-    return Text(full, style=style).append(empty, style="bright_black")
+    return Text().append(full, style=style).append(empty, style="bright_black")
 
 
 def _progress(s: RunState, room: int) -> Text:
     share = s.step / s.planned_steps if s.planned_steps else 0.0
     line = _bar(share, min(28, room // 2), "green").append(f" {s.step}/{s.planned_steps}")
     if s.micro_total:
-        line.append(f"  micro-steps {s.micro_done}/{s.micro_total}", style="yellow")
+        line.append(f"  micro-steps {s.micro_done} of {s.micro_total} so far", style="yellow")
     return line
 
 
 def _waterlevel(s: RunState, room: int) -> Text:
     spark = text.sparkline(list(s.waterlevels), min(28, room // 2), low=0)
     slots = s.rollout_cells * s.slots
-    line = Text(spark, style="blue")
+    line = Text().append(spark, style="blue")
     return line.append(f" {s.waterlevel}", "bold").append(f"  {s.queued} queued, {s.running} running, {slots} slots")
 
 
@@ -116,9 +117,6 @@ def _executions(s: RunState) -> Text:
     for state, n in sorted(s.executions.items(), key=lambda item: -item[1]):
         line.append("  " if line else "").append(f"{n} ", "bold")
         line.append(text.plain(state).replace("_", " "), style=styles.get(state, "red"))
-    excluded, degenerate = s.total("excluded"), s.total("degenerate")
-    if excluded or degenerate:
-        line.append(f"  ({excluded} excluded, {degenerate} groups without variance)", style="bright_black")
     return line or Text("none yet", style="bright_black")
 
 
@@ -128,7 +126,7 @@ def _trend(s: RunState, key: str, room: int) -> Text:
         return Text("after the first step", style="bright_black")
     spark = text.sparkline(values, min(28, room // 2), low=min(0.0, *values), high=max(1.0, *values))
     last = text.percent(values[-1]) if key == "pass_rate" else text.figure(values[-1])
-    return Text(spark, style="green").append(f" {last}", style="bold")
+    return Text().append(spark, style="green").append(f" {last}", style="bold")
 
 
 def _held_out(s: RunState) -> Text:
@@ -140,13 +138,12 @@ def _held_out(s: RunState) -> Text:
     if last is not first:
         line.append(f"{text.percent(first.rate)} → ")
     line.append(text.percent(last.rate), style="bold")
-    return line.append(
-        f"  95 %: {100 * last.low:.0f} to {100 * last.high:.0f} %, version {last.version}", "bright_black"
-    )
+    spread = f"95 %: {100 * last.low:.0f} to {100 * last.high:.0f} %"
+    return line.append(f"  {spread}, version {last.version}", style="bright_black")
 
 
 def _tokens(s: RunState, now: float) -> Text:
-    line = Text(text.count(s.sampled_per_s(now)), style="bold").append("/s sampled  ")
+    line = Text().append(text.count(s.sampled_per_s(now)), style="bold").append("/s sampled  ")
     return line.append(text.count(s.trained_per_s(now)), style="bold").append("/s trained")
 
 
@@ -162,5 +159,5 @@ def _switches(s: RunState) -> Text:
 
 def _note(t: float, level: str, words: str) -> Text:
     style = {"warning": "yellow", "error": "bold red"}.get(level, "bright_black")
-    line = Text(f"{text.duration(t):>{LABEL}} ", style="bright_black", no_wrap=True, overflow="ellipsis")
+    line = Text(no_wrap=True, overflow="ellipsis").append(f"{text.duration(t):>{LABEL}} ", style="bright_black")
     return line.append(text.plain(words), style=style)

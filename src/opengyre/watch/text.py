@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)")  # CSI, OSC, two-character ones
 _TICKS = "▁▂▃▄▅▆▇█"
 
 
@@ -43,9 +45,14 @@ def percent(share: float | None) -> str:
     return "-" if share is None or share != share else f"{100 * share:.1f} %"
 
 
+def plural(n: int, word: str) -> str:
+    """A counted noun: ``1 call``, ``3 calls``."""
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+
+
 def plain(text: object) -> str:
-    """One printable line: control characters (escape sequences, line breaks) become spaces."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    """One printable line: terminal escape sequences are dropped, other control characters become spaces."""
+    return " ".join("".join(c if c.isprintable() else " " for c in _ESCAPES.sub("", str(text))).split())
 
 
 def bar(share: float, width: int) -> tuple[str, str]:
