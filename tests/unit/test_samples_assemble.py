@@ -148,10 +148,10 @@ class Run(RuleBasedStateMachine):
             self.oldest[name] = serving
 
     @precondition(lambda self: self.a.running)
-    @rule(data=st.data(), late=st.integers(0, 9))
-    def complete(self, data: st.DataObject, late: int) -> None:
+    @rule(data=st.data(), late=st.booleans())
+    def complete(self, data: st.DataObject, late: bool) -> None:
         name = data.draw(st.sampled_from(self.a.running))
-        oldest = self.oldest[name] - (late == 0)  # now and then a cell served older weights than it said
+        oldest = self.oldest[name] - late  # now and then a cell served older weights than it said
         if self.a.complete(name, max(0, oldest)):
             self.oldest[name] = max(0, oldest)
         else:

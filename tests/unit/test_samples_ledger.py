@@ -162,6 +162,18 @@ def test_leaving_after_a_flush_requeues_nothing() -> None:
     assert step.leave("a") == 1
 
 
+def test_after_the_cores_death_nothing_of_the_step_is_left() -> None:
+    step = ledger(2)
+    counted, held = got(step.claim("a", 0.0)), got(step.claim("b", 0.0))
+    for claim in (counted, held):
+        step.finish_local(claim.cell, claim.claim_id)
+    step.push("a", 0, [counted.claim_id], 7)
+    step.core_reset()
+    assert (step.claimable, step.results()) == (2, [])
+    assert step.push("a", 0, [counted.claim_id], 7) is REFUSED  # a re-sent push must not pass for counted
+    assert step.push("b", 0, [held.claim_id], 7) is REFUSED
+
+
 class Core:
     """The core's sum, as numbers: how often each micro-step is in it."""
 

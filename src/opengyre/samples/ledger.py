@@ -301,7 +301,9 @@ class StepLedger(Generic[T]):
 
     def _mine(self, cell: str, claim_id: str) -> _Micro[T] | None:
         micro = self._by_claim.get(claim_id)
-        return micro if micro is not None and micro.claim is not None and micro.claim.cell == cell else None
+        if micro is None or micro.claim is None or (micro.claim.claim_id, micro.claim.cell) != (claim_id, cell):
+            return None
+        return micro
 
     def _requeue(self, micros: Iterable[_Micro[T]]) -> int:
         number = 0
