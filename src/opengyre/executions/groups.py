@@ -99,6 +99,7 @@ class GroupRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._finished: asyncio.Queue[Finished | Exception] = asyncio.Queue()
         self._open: dict[str, _Query] = {}
+        self._broken: Exception | None = None
         self._closing = False
         self._reported = (0, 0)
 
@@ -165,9 +166,11 @@ class GroupRunner:
 
         Raises whatever broke the group runner or a callback: the run must stop with that cause.
         """
+        if self._broken is not None:
+            raise self._broken
         item = await self._finished.get()
         if isinstance(item, Exception):
-            self._finished.put_nowait(item)  # every waiter must learn of it
+            self._finished.put_nowait(item)  # for the next one who waits already
             raise item
         return item
 
@@ -233,5 +236,6 @@ class GroupRunner:
             self._advance()
         except Exception as cause:  # noqa: BLE001 - the boundary of a callback: nobody above would see it
             error = cause
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and self._broken is None:
+            self._broken = error
             self._finished.put_nowait(error)

@@ -55,7 +55,7 @@ class BubblewrapSandbox(LocalSandbox):
             argv += ["--bind", str(self.folder / name), inside]
         for name in ("passwd", "group"):
             argv += ["--ro-bind", str(self.folder / name), f"/etc/{name}"]
-        argv += _tools((*launch.tools, plain.argv[0]))  # last, so that no folder above hides them
+        argv += _tools(launch.tools, plain.argv[0])  # last, so that no folder above hides them
         argv += ["--chdir", INNER["workspace"], "--json-status-fd", str(warden.STATUS_FD), "--", *plain.argv]
         return msgspec.structs.replace(plain, argv=argv, cwd="/", wrapped=True)
 
@@ -110,21 +110,24 @@ def _system() -> tuple[str, ...]:
     return tuple(argv)
 
 
-@functools.lru_cache(maxsize=64)
-def _tools(paths: tuple[str, ...]) -> tuple[str, ...]:
+def _tools(listed: list[str], program: str) -> list[str]:
     """Read-only binds for the command's own code: listed paths, and the installation the program belongs to."""
-    *listed, program = paths
-    argv = [word for path in listed for word in _show(Path(path).absolute())]
+    return [word for path in listed for word in _show(Path(path).absolute())] + _installation(program)
+
+
+@functools.lru_cache(maxsize=64)
+def _installation(program: str) -> list[str]:
+    argv: list[str] = []
     found = shutil.which(program, path=search_path())
-    for path in dict.fromkeys(p for p in (Path(found), Path(found).resolve())) if found else ():
+    for path in dict.fromkeys((Path(found), Path(found).resolve())) if found else ():
         if path.parent.name == "bin" and path.parent.parent not in (Path("/"), Path.home(), Path.home() / ".local"):
             argv += _show(path.parent.parent)  # <prefix>/bin/tool reads <prefix>/lib
         else:
             argv += _show(path)
-    return tuple(argv)
+    return argv
 
 
 def _show(path: Path) -> list[str]:
-    if path.is_relative_to("/usr") or path == Path("/") or not path.exists():
+    if path.is_relative_to("/usr") or path == Path("/"):
         return []
-    return ["--ro-bind", os.fspath(path), os.fspath(path)]
+    return ["--ro-bind-try", os.fspath(path), os.fspath(path)]
