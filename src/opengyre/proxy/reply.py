@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from opengyre.proxy.conversation import Message, Part, Text, Thinking, ToolCall
+from opengyre.record.types import Finish
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -49,6 +50,23 @@ class Turn:
     def calls(self) -> tuple[ToolCall, ...]:
         """Tool calls in order."""
         return tuple(p for p in self.parts if isinstance(p, ToolCall))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answered call, recorded: what the dialects write. Token counts are the true ones."""
+
+    call_id: str
+    turn: Turn
+    finish: Finish
+    prompt_tokens: int
+    sampled_tokens: int
+    delivered: bool
+
+
+def signature(call_id: str) -> str:
+    """The opaque signature of a call's reasoning: clients drop a block without one, and it names the turn."""
+    return f"gyre_{call_id}"
 
 
 def read_turn(

@@ -1,0 +1,269 @@
+"""The one door for harnesses: HTTP in, calls driven, bytes out.
+
+    request ─▶ prefix + key ─▶ parse ─▶ prepare ─▶ 4xx in the dialect's form
+                                           │ fits
+                                           ▼
+               200, message_start ─▶ (ping | delta)* ─▶ recorded ─▶ the rest of the turn
+
+A stream answers before anything is sampled and is never silent for longer than ``keepalive_s``, whatever cells do; an
+answer that is not streamed keeps its client with blanks before the JSON. A client that goes away cancels its handler,
+which leaves the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from opengyre.config import ProxyConfig
+from opengyre.errors import ConfigError, OpenGyreError
+from opengyre.proxy.calls import CallDriver, LiveCall
+from opengyre.proxy.dialects.base import Dialect, Emitter, Head
+from opengyre.proxy.dialects.chat import Chat
+from opengyre.proxy.dialects.messages import Messages
+from opengyre.proxy.refusals import Refusal
+from opengyre.proxy.reply import Reply
+from opengyre.proxy.request import HEADERS, count, prepare
+from opengyre.proxy.session import Session, Sessions
+from opengyre.proxy.stream import TextStream
+from opengyre.record.types import Finish
+
+MAX_BODY_BYTES = 64 << 20  # 1M tokens are about 4 MB of text; images in a history take the rest
+INLINE_BYTES = 256 << 10  # reading and rendering more takes over 10 ms
+SHUTDOWN_S = 2.0  # open answers get this long when the server stops
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(sessions: Sessions, driver: CallDriver, config: ProxyConfig | None = None) -> web.Application:
+    """The proxy as an aiohttp application."""
+    door = _Door(sessions, driver, config or ProxyConfig())
+    messages, chat = Messages(), Chat()
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_get("/healthz", door.health)
+    app.router.add_route("HEAD", "/x/{execution}/api/hello", door.hello)
+    for prefix in ("/x/{execution}/v1", "/x/{execution}"):  # clients disagree on whose part of the URL v1 is
+        app.router.add_post(f"{prefix}/messages", door.answering(messages, door.generate))
+        app.router.add_post(f"{prefix}/messages/count_tokens", door.answering(messages, door.count))
+        app.router.add_post(f"{prefix}/chat/completions", door.answering(chat, door.generate))
+    app.router.add_route("*", "/{rest:.*}", door.unknown)
+    return app
+
+
+class ProxyServer:
+    """The application on a port."""
+
+    def __init__(self, sessions: Sessions, driver: CallDriver, config: ProxyConfig | None = None) -> None:
+        self._sessions, self._driver = sessions, driver
+        app = make_app(sessions, driver, config)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listen; returns the port. Raises ConfigError when it cannot be had."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            what = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror}"
+            raise ConfigError(f"{host}:{port} {what}", where="proxy.port", right="a free port, or 0 for any") from None
+        bound = int(self._runner.addresses[0][1])
+        self._sessions.base_url = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        return bound
+
+    async def stop(self) -> None:
+        """End all calls, recording what was sampled, and stop listening."""
+        await self._driver.stop()
+        await self._runner.cleanup()
+
+
+class _Door:
+    """The handlers."""
+
+    def __init__(self, sessions: Sessions, driver: CallDriver, config: ProxyConfig) -> None:
+        self._sessions, self._driver, self._config = sessions, driver, config
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        """Is the proxy up, and who serves."""
+        router = self._driver.router
+        return web.json_response({"ok": True, "engines": router.engines, "waiting": router.waiting})
+
+    async def hello(self, _: web.Request) -> web.StreamResponse:
+        """A client's connectivity check."""
+        return web.Response()
+
+    async def unknown(self, request: web.Request) -> web.StreamResponse:
+        """Any other path, answered in the form most clients read."""
+        refusal = Refusal(f"no such endpoint: {request.path}", status=404, kind="not_found_error")
+        dialect: Dialect = Chat() if "chat" in request.path else Messages()
+        return _refused(dialect, refusal)
+
+    def answering(
+        self, dialect: Dialect, handler: Callable[[web.Request, Dialect, Session], Awaitable[web.StreamResponse]]
+    ) -> Handler:
+        """``handler`` behind the key check, with every error in the dialect's form."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            session: Session | None = None
+            try:
+                session = self._sessions.authorise(request.match_info["execution"], _keys(request))
+                return await handler(request, dialect, session)
+            except OpenGyreError as error:
+                if session is not None:
+                    session.counters.refused += 1
+                return _refused(dialect, _as_refusal(error, session))
+
+        return answer
+
+    async def count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+        """Anthropic's count_tokens: the number a generation would report."""
+        conversation = dialect.parse(await _body(request))
+        tokens = await self._resolve(request, count, self._driver.renderer, session, conversation)
+        return web.json_response({"input_tokens": tokens})
+
+    async def generate(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+        """A model call, streamed or not."""
+        conversation = dialect.parse(await _body(request))
+        headers = {name: value for name in HEADERS if (value := request.headers.get(name))}
+        prepared = await self._resolve(
+            request, prepare, self._driver.renderer, session, conversation, dialect=dialect.name, headers=headers
+        )
+        live = await self._driver.start(session, prepared)
+        head = Head(live.call_id, conversation.model, len(live.prepared.prompt_ids))
+        answered = False
+        try:
+            if conversation.stream:
+                emitter = dialect.emitter(head, conversation)
+                response = await self._stream(request, emitter, live)
+            else:
+                response = await self._whole(request, dialect, live, head)
+            answered = True
+        except ConnectionError:
+            return web.Response()  # nobody reads it
+        finally:
+            self._driver.leave(live, answered=answered)
+        return response
+
+    async def _resolve(self, request: web.Request, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Render here, or in a thread when it would keep the other sessions' pings waiting."""
+        if (request.content_length or 0) <= INLINE_BYTES:
+            return work(*args, **options)
+        return await asyncio.to_thread(work, *args, **options)
+
+    async def _whole(self, request: web.Request, dialect: Dialect, live: LiveCall, head: Head) -> web.StreamResponse:
+        """One JSON body; blanks before it keep the client while it waits."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        result = asyncio.ensure_future(live.result())
+        try:
+            while not await _within(result, self._config.keepalive_s):
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b" ")
+            try:
+                reply = _complete(await result, live)
+                text = json.dumps(dialect.body(head, reply), ensure_ascii=False)
+            except OpenGyreError as error:
+                if not response.prepared:
+                    raise
+                text = json.dumps(dialect.error(_as_refusal(error, live.session)))
+        finally:
+            result.cancel()
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(text.encode("utf-8", "replace"))
+        await response.write_eof()
+        return response
+
+    async def _stream(self, request: web.Request, emitter: Emitter, live: LiveCall) -> web.StreamResponse:
+        """Server-sent events: the head at once, then pings (or deltas), then the recorded turn."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        await response.write(emitter.open())
+        asked = live.prepared.conversation
+        text = TextStream(self._driver.renderer, asked.stop_sequences, asked.thinking)
+        seen = 0
+        while not live.done:
+            waiting = live.progress(seen) if self._config.stream_tokens else live.result()
+            news = asyncio.ensure_future(waiting)
+            try:
+                awake = await _within(news, self._config.keepalive_s)
+            finally:
+                news.cancel()
+            if not awake:
+                await response.write(emitter.ping())
+            elif self._config.stream_tokens:
+                fresh = live.sampled.ids[seen:]
+                seen += len(fresh)
+                if frames := b"".join(emitter.delta(kind, piece) for kind, piece in text.feed(fresh)):
+                    await response.write(frames)
+        try:
+            last = emitter.close(_complete(await live.result(), live))
+        except OpenGyreError as error:
+            last = emitter.fail(_as_refusal(error, live.session))
+        await response.write(last)
+        await response.write_eof()
+        return response
+
+
+async def _within(future: asyncio.Future[Any], seconds: float) -> bool:
+    """True if ``future`` is done within ``seconds``; it goes on otherwise."""
+    done, _ = await asyncio.wait({future}, timeout=seconds)
+    return bool(done)
+
+
+def _complete(reply: Reply, live: LiveCall) -> Reply:
+    """A reply we cut ourselves is not the policy's turn and is not shown as one."""
+    if reply.finish is Finish.ABORTED:
+        raise Refusal("this execution has ended", status=409)
+    return reply
+
+
+def _keys(request: web.Request) -> list[str]:
+    """Keys a client sent: it may fill either header, or both."""
+    bearer = request.headers.get("Authorization", "")
+    found = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
+    return [*found, *filter(None, [request.headers.get("x-api-key")])]
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        raw = await request.read()
+        body: Any = json.loads(raw)
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(f"more than {MAX_BODY_BYTES} bytes", status=413, kind="request_too_large") from None
+    except ValueError as error:
+        raise Refusal(f"the body is not JSON: {error}") from None
+    if b"\\ud" in raw or b"\\uD" in raw:  # a lone surrogate is no text: tokenizers and UTF-8 refuse it
+        body = _whole_characters(body)
+    if not isinstance(body, dict):
+        raise Refusal("the body is not a JSON object")
+    return body
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_whole_characters(k): _whole_characters(v) for k, v in value.items()}
+    return [_whole_characters(v) for v in value] if isinstance(value, list) else value
+
+
+def _as_refusal(error: OpenGyreError, session: Session | None) -> Refusal:
+    """What the harness is told. Our own failures are "overloaded": it tries again, and learns nothing of cells."""
+    if isinstance(error, Refusal):
+        return error
+    if session is not None and session.closed:
+        return Refusal("this execution has ended", status=409)
+    return Refusal("the model is not available right now", status=529, kind="overloaded_error")
+
+
+def _refused(dialect: Dialect, refusal: Refusal) -> web.Response:
+    # 4xx are final; without this some clients repeat a 409 for minutes.
+    headers = {"x-should-retry": "false"} if refusal.status < 500 else {}
+    return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)

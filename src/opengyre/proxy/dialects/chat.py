@@ -1,0 +1,241 @@
+"""OpenAI Chat Completions.
+
+Honoured: model, messages (system and developer in any position, user, assistant, tool; reasoning_content or reasoning;
+images as a visible placeholder), tools, max_tokens and max_completion_tokens (capped by the pin), stop, stream,
+stream_options.include_usage, reasoning_effort "none" and chat_template_kwargs.enable_thinking.
+Ignored: temperature, top_p (pinned), tool_choice, parallel_tool_calls, response_format, logprobs, seed, user.
+Refused with 400: n > 1, the old ``functions`` field, no messages, an unknown role, fields of the wrong type.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
+from opengyre.proxy.dialects.base import Head, Released, compact, merged, placeholder, typed
+from opengyre.proxy.refusals import Refusal
+from opengyre.proxy.reply import Reply
+from opengyre.record.types import Finish
+
+_FINISH_REASONS = {
+    Finish.STOP: "stop",
+    Finish.STOP_SEQUENCE: "stop",
+    Finish.LENGTH: "length",
+    Finish.ABORTED: "stop",
+}
+
+
+class Chat:
+    """The dialect of opencode, Qwen Code, mini-swe-agent and most others."""
+
+    name = "chat"
+
+    def parse(self, body: dict[str, Any]) -> Conversation:
+        """Read a ``/v1/chat/completions`` body."""
+        if typed("n", body.get("n"), int, default=1) != 1:
+            raise Refusal("n: one reply per call; send the request again for another")
+        if body.get("functions"):
+            raise Refusal("functions: use tools")
+        reader = _Reader()
+        raw = typed("messages", body.get("messages"), list, default=[])
+        messages = [reader.message(f"messages[{i}]", typed(f"messages[{i}]", m, dict)) for i, m in enumerate(raw)]
+        options = typed("stream_options", body.get("stream_options"), dict, default={})
+        return Conversation(
+            messages=tuple(messages),
+            tools=tuple(_tools(typed("tools", body.get("tools"), list, default=[]))),
+            model=typed("model", body.get("model"), str, default=""),
+            stream=typed("stream", body.get("stream"), bool, default=False),
+            max_tokens=_max_tokens(body),
+            temperature=typed("temperature", body.get("temperature"), (int, float)),
+            top_p=typed("top_p", body.get("top_p"), (int, float)),
+            stop_sequences=_stop(body.get("stop")),
+            thinking=_thinking(body),
+            extra={"placeholders": reader.placeholders, "include_usage": bool(options.get("include_usage"))},
+        )
+
+    def body(self, head: Head, reply: Reply) -> dict[str, Any]:
+        """A ``chat.completion`` object."""
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        thinking, text = Released().rest(reply.turn)
+        message["content"] = text or None
+        if thinking:
+            message["reasoning_content"] = thinking
+        if reply.turn.calls:
+            message["tool_calls"] = [_call(call) for call in reply.turn.calls]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
+        return {**_frame(head, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+    def emitter(self, head: Head, conversation: Conversation) -> ChatEmitter:
+        """A writer of chunks."""
+        return ChatEmitter(head, include_usage=bool(conversation.extra.get("include_usage")))
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        """OpenAI's error body."""
+        return {"error": {"message": refusal.what, "type": refusal.kind, "param": None, "code": refusal.code}}
+
+
+class ChatEmitter:
+    """Chunks, then [DONE]."""
+
+    def __init__(self, head: Head, *, include_usage: bool) -> None:
+        self._head, self._include_usage = head, include_usage
+        self._released = Released()
+
+    def open(self) -> bytes:
+        """The first chunk: the role."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def ping(self) -> bytes:
+        """A comment, which every event-stream parser skips."""
+        return b": ping\n\n"
+
+    def delta(self, kind: str, text: str) -> bytes:
+        """A piece of reasoning_content or content."""
+        self._released.add(kind, text)
+        return self._chunk({"reasoning_content" if kind == "thinking" else "content": text})
+
+    def close(self, reply: Reply) -> bytes:
+        """The rest of the turn, the finish reason, usage if asked for, and [DONE]."""
+        thinking, text = self._released.rest(reply.turn)
+        frames = self.delta("thinking", thinking) if thinking else b""
+        frames += self.delta("text", text) if text else b""
+        for i, call in enumerate(reply.turn.calls):
+            frames += self._chunk({"tool_calls": [{"index": i, **_call(call)}]})
+        frames += self._chunk({}, _finish_reason(reply))
+        if self._include_usage:
+            frames += _data({**_frame(self._head, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)})
+        return frames + b"data: [DONE]\n\n"
+
+    def fail(self, refusal: Refusal) -> bytes:
+        """An error object in the stream, as OpenAI-compatible servers send it."""
+        return _data(Chat().error(refusal))
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return _data({**_frame(self._head, "chat.completion.chunk"), "choices": [choice]})
+
+
+class _Reader:
+    """Reads messages; counts what it replaced by a placeholder."""
+
+    def __init__(self) -> None:
+        self.placeholders = 0
+
+    def message(self, where: str, raw: dict[str, Any] | None) -> Message:
+        """One wire message is one of ours."""
+        raw = raw or {}
+        role, content = raw.get("role"), raw.get("content")
+        match role:
+            case "system" | "developer":
+                return Message("system", merged(self._parts(where, content)))
+            case "user":
+                return Message("user", merged(self._parts(where, content)))
+            case "tool":
+                text = "\n".join(p.text for p in self._parts(where, content) if isinstance(p, Text))
+                return Message("tool", (ToolResult(str(raw.get("tool_call_id", "")), text),))
+            case "assistant":
+                return Message("assistant", tuple(self._said(where, raw)))
+        raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant, tool")
+
+    def _said(self, where: str, raw: dict[str, Any]) -> list[Part]:
+        parts: list[Part] = []
+        thought = raw.get("reasoning_content") or raw.get("reasoning")
+        if thought := typed(f"{where}.reasoning_content", thought, str, default=""):
+            parts.append(Thinking(thought))
+        parts += [p for p in self._parts(where, raw.get("content")) if not (isinstance(p, Text) and not p.text)]
+        for i, call in enumerate(typed(f"{where}.tool_calls", raw.get("tool_calls"), list, default=[])):
+            at = f"{where}.tool_calls[{i}]"
+            call = typed(at, call, dict, default={})
+            function = typed(f"{at}.function", call.get("function"), dict, default={})
+            arguments = _arguments(function.get("arguments"))
+            parts.append(ToolCall(str(call.get("id", "")), str(function.get("name", "")), arguments))
+        return parts
+
+    def _parts(self, where: str, content: Any) -> list[Part]:
+        if isinstance(content, str):
+            return [Text(content)]
+        parts: list[Part] = []
+        for i, raw in enumerate(typed(f"{where}.content", content, list, default=[])):
+            block = typed(f"{where}.content[{i}]", raw, dict, default={})
+            if block.get("type") in ("text", "refusal"):
+                text = block.get("text", block.get("refusal"))
+                parts.append(Text(typed(f"{where}.content[{i}].text", text, str, default="")))
+            else:
+                self.placeholders += 1
+                parts.append(placeholder(block))
+        return parts
+
+
+def _arguments(raw: Any) -> Any:
+    """The parsed value; a string that is no JSON stays as it is."""
+    if not isinstance(raw, str):
+        return {} if raw is None else raw
+    try:
+        return json.loads(raw) if raw.strip() else {}
+    except ValueError:
+        return raw
+
+
+def _tools(raw: list[Any]) -> list[Tool]:
+    tools = []
+    for i, tool in enumerate(raw):
+        function = typed(f"tools[{i}]", tool, dict, default={}).get("function")
+        if function is None:
+            continue  # a tool that runs on the vendor's servers
+        function = typed(f"tools[{i}].function", function, dict)
+        name = typed(f"tools[{i}].function.name", function.get("name"), str, default="")
+        parameters = typed(f"tools[{i}].function.parameters", function.get("parameters"), dict, default={})
+        tools.append(Tool(name, str(function.get("description") or ""), parameters))
+    return tools
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value: int | None = typed(name, body.get(name), int)
+        if value is not None:
+            if value < 1:
+                raise Refusal(f"{name}: must be at least 1")
+            return value
+    return None
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(typed(f"stop[{i}]", s, str, default="") for i, s in enumerate(typed("stop", value, list, default=[])))
+
+
+def _thinking(body: dict[str, Any]) -> bool | None:
+    options = typed("chat_template_kwargs", body.get("chat_template_kwargs"), dict, default={})
+    if isinstance(options.get("enable_thinking"), bool):
+        return bool(options["enable_thinking"])
+    effort = body.get("reasoning_effort")
+    return None if effort is None else effort != "none"
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": compact(call.arguments)},
+    }
+
+
+def _finish_reason(reply: Reply) -> str:
+    if reply.finish is Finish.STOP and reply.turn.calls:
+        return "tool_calls"
+    return _FINISH_REASONS[reply.finish]
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    total = reply.prompt_tokens + reply.sampled_tokens
+    return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.sampled_tokens, "total_tokens": total}
+
+
+def _frame(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{head.call_id}", "object": kind, "created": head.created_s, "model": head.model}
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return f"data: {compact(value)}\n\n".encode("utf-8", "replace")
