@@ -88,9 +88,11 @@ async def test_a_moved_call_is_one_message(tmp_path, end):  # X01
         a = door.engine("a", version=1)
         a.stop_after, a.stop_as = 5, end
         door.script.replies = ["a reply of many tokens"]
+        a.gate.clear()
         call = asyncio.create_task(door.stream(PATH, body("hi")))
-        await until(lambda: a.requests)
+        await until(lambda: a.running)
         door.router.remove("a")
+        a.gate.set()
         b = door.engine("b", version=2)
         got = await call
         text = "".join(e["delta"]["text"] for e in got if e["type"] == "content_block_delta")
@@ -137,8 +139,7 @@ async def test_held_time_is_counted_while_no_cell_serves(tmp_path):
         call = asyncio.create_task(door.post(PATH, body("hi")))
         await until(lambda: door.router.waiting)
         before = door.sessions.held_s("e")
-        await asyncio.sleep(0.02)
-        assert door.sessions.held_s("e") > before
+        await until(lambda: door.sessions.held_s("e") > before)
         door.engine("a")
         assert (await call)[0] == 200
         after = door.sessions.held_s("e")
