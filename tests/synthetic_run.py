@@ -49,7 +49,7 @@ class Synthetic:
         self.events: list[Event] = []
         self.t, self._order = 0.0, 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self.cells = {"core": "train"} | {f"cell-{i}": "starting" for i in range(1, satellites + 1)}
+        self.cells = dict.fromkeys(["core", *(f"cell-{i}" for i in range(1, satellites + 1))], "starting")
         self.queue: deque[tuple[str, str, str, int]] = deque()
         self.running = 0
         self.version, self.bursts, self.last_step = 0, 0, 0.0

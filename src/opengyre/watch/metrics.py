@@ -71,7 +71,9 @@ def step_line(s: RunState, event: dict[str, Any]) -> dict[str, Any]:
     line |= {f"cells/{k}": n for k, n in Counter(c.phase.value for c in s.cells.values()).items()}
     for direction, stats in s.switches.items():
         name = direction.replace(">", "_to_")
-        line |= {f"switch/{name}_count": len(stats.seconds), f"switch/{name}_median_s": stats.median_s}
+        line[f"switch/{name}_count"] = len(stats.seconds)
+        if stats.median_s is not None:
+            line[f"switch/{name}_median_s"] = stats.median_s
     return line
 
 

@@ -49,7 +49,7 @@ function firstAfter(rows, t, at = 0) { // index of the first row with row[at] >=
 
 class Chart {
   constructor(host, height, linked = true) {
-    this.host = host; this.height = height; this.linked = linked; this.hover = null;
+    this.host = host; this.height = height; this.linked = linked; this.hover = null; this.over = 1; // px drawn past the right end
     this.canvas = host.appendChild(document.createElement("canvas"));
     this.g = this.canvas.getContext("2d");
     charts.push(this);
@@ -74,7 +74,7 @@ class Chart {
     const g = this.g;
     g.clearRect(0, 0, this.w, this.h);
     this.axis();
-    g.save(); g.beginPath(); g.rect(this.l, 0, this.w - this.l - this.r + 1, this.h - this.bottom + 1); g.clip();
+    this.clip();
     if (this.linked) this.boundaries();
     this.draw(g);
     if (this.linked && this.hover != null) this.line(this.x(this.hover), color("faint"), 1, [3, 3]);
@@ -83,6 +83,10 @@ class Chart {
       g.fillRect(Math.min(...this.drag), 0, Math.abs(this.drag[1] - this.drag[0]), this.h - this.bottom); g.globalAlpha = 1;
     }
     g.restore();
+  }
+  clip() {
+    const g = this.g;
+    g.save(); g.beginPath(); g.rect(this.l, 0, this.w - this.l - this.r + this.over, this.h - this.bottom + 1); g.clip();
   }
   line(x, stroke, width, dash = []) {
     const g = this.g;
@@ -122,7 +126,7 @@ class Chart {
       g.strokeStyle = color("grid"); g.lineWidth = 1; g.beginPath(); g.moveTo(this.l, y); g.lineTo(this.w - this.r, y); g.stroke();
       g.fillStyle = color("faint"); g.fillText(format(v), this.l - 8, y);
     }
-    g.save(); g.beginPath(); g.rect(this.l, 0, this.w - this.l - this.r + 1, this.h - this.bottom + 1); g.clip();
+    this.clip();
   }
   empty(text) {
     const g = this.g; g.fillStyle = color("faint"); g.textAlign = "left"; g.textBaseline = "middle";
@@ -214,7 +218,7 @@ class Cells extends Chart {
       while (name.length > 2 && g.measureText(name).width > this.l - 10) name = name.slice(0, -2) + "…".slice(0, name.endsWith("…") ? 0 : 1);
       g.fillText(name, this.l - 8, this.top + (i + 0.5) * this.lane);
     });
-    g.save(); g.beginPath(); g.rect(this.l, 0, this.w - this.l - this.r + 1, this.h - this.bottom + 1); g.clip();
+    this.clip();
     const fill = { rollout: color("rollout"), train: color("train-tint"), switching: color("switching"), off: color("off") };
     const train = color("train"), gap = this.lane > 12 ? 3 : 1;
     D.cells.forEach((c, i) => {
@@ -247,11 +251,12 @@ class Cells extends Chart {
 }
 
 class Waterlevel extends Chart {
-  constructor(host) { super(host, 168); this.peak = Math.max(1, ...D.waterlevel.map((w) => Math.max(w[1] + w[2], w[3]))); }
+  constructor(host) { super(host, 168); }
   draw(g) {
     const rows = D.waterlevel;
     if (!rows.length) return this.empty("The waterlevel was not measured.");
-    this.yAxis(0, this.peak * 1.06, many);
+    const seen = rows.slice(Math.max(0, firstAfter(rows, view.a) - 1), firstAfter(rows, view.b) + 1); // the scale fits what is seen
+    this.yAxis(0, Math.max(1, ...seen.map((w) => Math.max(w[1] + w[2], w[3]))) * 1.06, many);
     this.boundaries();
     const area = (value, fill) => {
       g.fillStyle = fill; g.beginPath(); g.moveTo(this.x(rows[0][0]), this.y(0));
@@ -297,7 +302,10 @@ class Learning extends Chart {
       g.fillStyle = color("held"); g.beginPath(); g.moveTo(x, y - 5); g.lineTo(x + 5, y); g.lineTo(x, y + 5); g.lineTo(x - 5, y); g.closePath(); g.fill();
     }
   }
-  ex(e) { return clamp(this.x(e.t), this.l - 8 + 16 * (e.t >= view.a), this.w - this.r - 8 + 16 * (e.t > view.b)); } // whole at the rim
+  ex(e) { // a mark at the rim is shown whole
+    const x = this.x(e.t);
+    return e.t < view.a || e.t > view.b ? x : clamp(x, this.l + 8, this.w - this.r - 8);
+  }
   at(x) {
     if (x < this.l) return null;
     const near = (rows, pos) => rows.reduce((best, r) => (Math.abs(pos(r) - x) < Math.abs((best ? pos(best) : 1e9) - x) ? r : best), null);
@@ -338,7 +346,7 @@ class Executions extends Chart {
       g.strokeStyle = color("grid"); g.lineWidth = 1; g.beginPath(); g.moveTo(this.l, y); g.lineTo(this.w - this.r, y); g.stroke();
       g.fillStyle = color("faint"); g.fillText(clock(v, step), this.l - 8, y);
     }
-    g.save(); g.beginPath(); g.rect(this.l, 0, this.w - this.l - this.r + 1, this.h - this.bottom + 1); g.clip();
+    this.clip();
   }
   at(x, y) {
     let best = null, far = 100;
@@ -378,7 +386,20 @@ class TreePicture extends Chart {
     document.getElementById("treename").textContent = [tree.execution, tree.task, words(tree.outcome || ""),
       tree.reward == null ? "" : "reward " + num(tree.reward), `${many(tree.unique_tokens || 0)} unique tokens`].filter(Boolean).join(" · ");
   }
-  size() { super.size(); this.l = 8; this.r = this.w < 560 ? 96 : 150; }
+  label(nodes) { // of a row: the role of its leaf, and how much of the row is trained
+    const trained = nodes.reduce((s, n) => s + n.spans.reduce((k, p) => k + p.trained, 0), 0);
+    const role = (this.tree.leaves || {})[nodes[nodes.length - 1].id];
+    return [role ? words(role) : "no reply", trained && this.w >= 560 ? many(trained) + " trained" : ""];
+  }
+  size() {
+    super.size(); this.l = 8; this.r = 96;
+    const room = this.w - this.l, end = (nodes) => { const n = nodes[nodes.length - 1]; return (n.start + n.n) / this.range.b; };
+    for (const nodes of this.rows) { // the longest row and its label share the width
+      const text = this.g.measureText(this.label(nodes).join("  ")).width + 18;
+      this.r = Math.max(this.r, room - (room - text) / Math.max(end(nodes), 0.05));
+    }
+    this.r = Math.min(this.r, room * 0.6);
+  }
   draw(g) {
     const mid = (row) => this.top + 8 + row * this.pitch + this.pitch / 2, h = this.pitch > 15 ? 12 : 8;
     g.strokeStyle = color("faint"); g.lineWidth = 1.2;
@@ -401,11 +422,9 @@ class TreePicture extends Chart {
     });
     g.restore(); g.textAlign = "left"; g.textBaseline = "middle";
     this.rows.forEach((nodes, row) => {
-      const last = nodes[nodes.length - 1], role = (this.tree.leaves || {})[last.id];
-      const trained = nodes.reduce((s, n) => s + n.spans.reduce((k, p) => k + p.trained, 0), 0);
-      const x = this.x(last.start + last.n) + 7;
-      g.fillStyle = color("ink"); const name = role ? words(role) : "no reply"; g.fillText(name, x, mid(row));
-      if (trained && this.w >= 560) { g.fillStyle = color("faint"); g.fillText(many(trained) + " trained", x + g.measureText(name).width + 7, mid(row)); }
+      const last = nodes[nodes.length - 1], x = this.x(last.start + last.n) + 7, [name, trained] = this.label(nodes);
+      g.fillStyle = color("ink"); g.fillText(name, x, mid(row));
+      g.fillStyle = color("faint"); g.fillText(trained, x + g.measureText(name).width + 7, mid(row));
     });
     g.save();
   }
@@ -431,7 +450,7 @@ class TreePicture extends Chart {
 class Mini extends Chart { // a figure per step
   constructor(host, key, format) { super(host, 64, false); this.key = key; this.format = format; }
   domain() { const s = D.steps; return { a: s[0].step, b: Math.max(s[s.length - 1].step, s[0].step + 1) }; }
-  size() { super.size(); this.l = 3; this.r = 4; this.top = 6; this.bottom = 6; }
+  size() { super.size(); this.l = 3; this.r = this.over = 4; this.top = 6; this.bottom = 6; }
   axis() {}
   draw(g) {
     const pts = D.steps.filter((s) => s[this.key] != null), values = pts.map((s) => s[this.key]);

@@ -37,7 +37,7 @@ def count(number: float) -> str:
 
 def figure(number: float | None, digits: int = 3) -> str:
     """A measured number with ``digits`` significant digits; ``-`` when missing or not a number."""
-    return "-" if number is None or number != number else f"{number:.{digits}g}"
+    return "-" if number is None or number != number else f"{number:#.{digits}g}".rstrip(".")
 
 
 def percent(share: float | None) -> str:
