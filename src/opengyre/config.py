@@ -139,6 +139,7 @@ class SamplesConfig(_Table, frozen=True, kw_only=True):
     group_size: int = 16
     queries_per_step: int = 4
     j_max: int = 5  # trajectories per execution
+    picker: str | None = None  # "module:function" that chooses paths; None: by role priority
     advantage: Literal["mean", "std", "leave_one_out"] = "std"
     min_valid: int = 2  # a group with fewer scored executions gives no gradient
     infra_placeholder: bool = False  # True: an execution lost to infrastructure enters as reward 0

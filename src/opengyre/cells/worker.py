@@ -12,6 +12,7 @@ its connection does. Which call comes when is the conductor's business (cells/co
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from opengyre.cells.channel import Channel
 from opengyre.cluster.base import CellSpec
 from opengyre.config import RunConfig
 from opengyre.errors import CellError, EngineError, boundary
-from opengyre.rollout.base import GenerateRequest, TokenChunk
+from opengyre.rollout.base import REGIONS, GenerateRequest, TokenChunk
 from opengyre.transfer.base import Ref
 
 
@@ -35,6 +36,7 @@ class CellWorker:
         self._wake = asyncio.Event()
         self._channel: Channel | None = None
         self._kv_number = 0
+        self._last_gradients: str | None = None
 
     async def on_call(self, op: str, args: dict[str, Any]) -> Any:
         """Dispatch one call."""
@@ -44,12 +46,14 @@ class CellWorker:
         return method(**args)
 
     def on_event(self, op: str, args: dict[str, Any]) -> None:
-        """Dispatch one notification: ``submit``, ``abort``, ``exit``."""
+        """Dispatch one notification: ``submit``, ``abort``, ``drop``, ``exit``."""
         if op == "submit":
             self._submit(msgspec.convert(args["request"], GenerateRequest))
         elif op == "abort":
             self._engine.abort(args["call_id"])
             self._wake.set()
+        elif op == "drop":
+            self._transfer.drop(args["key"])
         elif op == "exit":
             self.exit.set()
 
@@ -104,7 +108,8 @@ class CellWorker:
             os.sched_setaffinity(0, {cell.cpu})
         import torch
 
-        from opengyre.rollout.torch_engine import TorchEngine, load_model
+        from opengyre.rollout.torch_engine import TorchEngine
+        from opengyre.rollout.torch_model import load_model
         from opengyre.training.torch_trainer import TorchTrainer
         from opengyre.transfer.shared_memory import SharedMemoryTransfer
 
@@ -113,8 +118,8 @@ class CellWorker:
         self._config = msgspec.convert(cell.config, RunConfig)
         cells, model = self._config.cells, self._config.model
         device = ("cuda" if torch.cuda.is_available() else "cpu") if model.device == "auto" else model.device
-        self._source = Path(cell.model_path)
-        module = load_model(self._source, device=device, dtype=model.dtype)
+        source = Path(cell.model_path)
+        module = load_model(source, device, getattr(torch, model.dtype))
         self._transfer = SharedMemoryTransfer(cell.run_id, owner=False)
         self._engine = TorchEngine(
             module,
@@ -124,10 +129,16 @@ class CellWorker:
             prefill_chunk=cells.prefill_chunk,
             context=model.context,
             device=device,
+            seed=_seed(self._config.seed, cell.name),
         )
-        self._engine.release({"weights", "kv"})
+        self._engine.release(set(REGIONS))
         self._trainer = TorchTrainer(
-            module, self._config.train, seed=self._config.seed, core=cell.core, source=self._source
+            module,
+            self._config.train,
+            seed=self._config.seed,
+            core=cell.core,
+            temperature=self._config.sampling.temperature,
+            tokenizer_from=source,
         )
         return {"parameters": sum(p.numel() for p in module.parameters()), "device": device}
 
@@ -140,16 +151,18 @@ class CellWorker:
     def op_preempt(self, export_kv: bool) -> dict[str, int]:
         """Stop every call at the token boundary we are at; their last chunks go out before this answers."""
         kv_tokens = 0
-        stopped = self._engine.preempt(export_kv=export_kv)
-        for call_id, chunk, kv in stopped:
-            if kv is not None:
-                self._kv_number += 1
-                ref = self._transfer.put(f"kv-{self._name}-{self._kv_number}", kv.arrays)
-                handle = {"ref": msgspec.to_builtins(ref), "ids": kv.ids, "version": chunk.version}
-                chunk = msgspec.structs.replace(chunk, kv=handle)
-                kv_tokens += len(kv.ids)
+        calls = 0
+        for call_id, chunk in self._engine.preempt(export_kv=export_kv):
+            if chunk.finish == "preempted":
+                calls += 1
+                if kv := self._engine.take_export(call_id):
+                    self._kv_number += 1
+                    ref = self._transfer.put(f"kv-{self._name}-{self._kv_number}", kv.arrays)
+                    handle = {"ref": msgspec.to_builtins(ref), "ids": kv.ids, "version": kv.version}
+                    chunk = msgspec.structs.replace(chunk, kv=handle)
+                    kv_tokens += len(kv.ids)
             self._send(call_id, chunk)
-        return {"calls": len(stopped), "kv_tokens": kv_tokens}
+        return {"calls": calls, "kv_tokens": kv_tokens}
 
     def op_release(self, regions: list[str]) -> None:
         """Free engine memory."""
@@ -181,7 +194,13 @@ class CellWorker:
         return msgspec.to_builtins(self._trainer.micro_step([from_wire(s) for s in samples]))  # type: ignore[no-any-return]
 
     def op_take_gradients(self, key: str) -> dict[str, Any]:
-        """Satellite: store the local sums under ``key`` and reset them; returns the Ref."""
+        """Satellite: store the local sums under ``key`` and reset them; returns the Ref.
+
+        What it stored before is dropped: by now the core has added it, or it was refused.
+        """
+        if self._last_gradients is not None:
+            self._transfer.drop(self._last_gradients)
+        self._last_gradients = key
         return msgspec.to_builtins(self._transfer.put(key, self._trainer.take_gradients()))  # type: ignore[no-any-return]
 
     def op_add_gradients(self, ref: dict[str, Any]) -> None:
@@ -196,14 +215,19 @@ class CellWorker:
         """Core: scale, clip, step. Returns StepStats."""
         return msgspec.to_builtins(self._trainer.commit(n_executions))  # type: ignore[no-any-return]
 
-    def op_save(self, folder: str, state: dict[str, Any]) -> None:
+    def op_save(self, folder: str) -> None:
         """Core: write a checkpoint; it exists whole or not at all."""
-        self._trainer.save(Path(folder), state)
+        self._trainer.save(Path(folder))
 
     def op_restore(self, folder: str) -> int:
         """Core: load a checkpoint; returns its version."""
         self._trainer.restore(Path(folder))
         return self._trainer.version
+
+
+def _seed(run_seed: int, cell: str) -> int:
+    """A seed of its own for each cell's engine: two cells must not sample the same noise."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{cell}".encode(), digest_size=6).digest(), "little")
 
 
 def main(argv: list[str]) -> int:

@@ -27,9 +27,12 @@ CREATE INDEX IF NOT EXISTS executions_by_query ON executions (query_id);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, version INTEGER NOT NULL, summary BLOB NOT NULL);
 """
 
+DROPPED = -1  # trained_step of a query that ended without a group
+
 
 class QueryRow(msgspec.Struct, frozen=True):
-    """One admitted query. ``number`` is its place in the admission order; ``version`` the one it was admitted on."""
+    """One admitted query. ``number`` is its place in the admission order; ``version`` counts the steps committed when
+    it was admitted; ``trained_step`` is None while no committed step holds it, ``DROPPED`` if none ever will."""
 
     number: int
     query_id: str
@@ -95,6 +98,13 @@ class Journal:
             self._do("UPDATE queries SET trained_step = ? WHERE query_id = ?", step, query_id)
         self._do("COMMIT")
 
+    def step_of(self, version: int) -> int:
+        """The last step whose weights are ``version`` or older: what a checkpoint of ``version`` proves committed.
+
+        A step without anything trainable has the version of the step before it, and needs no checkpoint of its own.
+        """
+        return self._do("SELECT coalesce(max(step), 0) FROM steps WHERE version <= ?", version).fetchone()[0]  # type: ignore[no-any-return]
+
     def rollback(self, step: int) -> None:
         """Drop steps after ``step``: they were prepared, but their checkpoint never became whole."""
         self._do("BEGIN IMMEDIATE")
@@ -119,6 +129,19 @@ class Journal:
     def steps(self) -> list[dict[str, Any]]:
         """Summaries of the steps, in order."""
         return [msgspec.json.decode(row[0]) for row in self._do("SELECT summary FROM steps ORDER BY step")]
+
+    def drop(self, query_id: str) -> None:
+        """A query ended without one scored execution: it is consumed, in no step."""
+        self._do("UPDATE queries SET complete = 1, trained_step = ? WHERE query_id = ?", DROPPED, query_id)
+
+    def evaluated(self, name: str, figures: dict[str, Any]) -> None:
+        """An evaluation is over."""
+        self.put(f"evaluation {name}", msgspec.json.encode(figures).decode())
+
+    def evaluation(self, name: str) -> dict[str, Any] | None:
+        """The figures of an evaluation that is over, or None."""
+        value = self.get(f"evaluation {name}")
+        return None if value is None else msgspec.json.decode(value)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,0 +1,7 @@
+"""``python -m opengyre`` is the command line."""
+
+import sys
+
+from opengyre.cli import main
+
+sys.exit(main())

@@ -1,0 +1,296 @@
+"""Gives cells their roles while a run goes on.
+
+    pulse (waterlevel, claims, step, switch done) or tick ─▶ snapshot ─▶ policy.decide ─▶ switches, each a task
+    a cell's process ends ─▶ its calls go on elsewhere, its claims are claimable again ─▶ restart ─▶ back in a role
+    step committed ─▶ publish ─▶ every rollout cell pulls, training cells pull before their next claim
+
+The policy is a pure object and sees only the snapshot; everything that takes time happens here. Nobody waits for the
+controller: calls and claims go on while a switch is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from opengyre.cells.live import LiveCell, Published, Switch
+from opengyre.cells.policies.base import Action, CellView, Decision, Policy, Snapshot
+from opengyre.cells.state import CellState
+from opengyre.cells.training_loop import TrainingLoop
+from opengyre.cluster.base import CellProcess, Cluster
+from opengyre.config import RunConfig
+from opengyre.errors import CellError, OpenGyreError
+from opengyre.run.pulse import Pulse
+from opengyre.run.step import OpenStep
+from opengyre.watch.events import EventLog
+
+TICK_S = 0.5  # cool-downs and leases run out without an event
+_MAX_RESTARTS = 5  # per cell and run; more is a defect, not an accident
+_KEPT_WEIGHTS = 2  # published versions: the current one, and the one that a slow pull may still be reading
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What the conductor knows and the policy must: see Snapshot for the meaning."""
+
+    queued: int
+    running: int
+    unfinished_groups: int
+    admissible_queries: int
+
+
+class Controller:
+    """Owns the live cells. Implements ``training_loop.TrainingWork``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        cells: list[LiveCell],
+        cluster: Cluster,
+        policy: Policy,
+        events: EventLog,
+        *,
+        work: Callable[[], Work],
+        restore_core: Callable[[CellProcess, int], Awaitable[int]],
+        on_roles: Callable[[], None],
+    ) -> None:
+        self.pulse = Pulse()
+        self.core_lock = asyncio.Lock()
+        self.open_step: OpenStep | None = None
+        self.published = Published(-1, {})
+        self.cells = {cell.name: cell for cell in cells}
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._core = next(cell for cell in cells if cell.spec.core)
+        self._config, self._cluster, self._policy, self._events = config, cluster, policy, events
+        self._work, self._restore_core, self._on_roles = work, restore_core, on_roles
+        self._switch_costs: list[float] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._restarts: dict[str, int] = {}
+        self._controlling: asyncio.Task[None] | None = None
+        self._closing = False
+        for cell in cells:
+            cell.on_change = self._changed
+
+    # --- start and end
+
+    async def start(self) -> None:
+        """Start every cell: the core publishes its weights, satellites pull them and serve."""
+        await asyncio.gather(*(cell.start(self._cluster) for cell in self.cells.values()))
+        await self._restore()
+        for cell in self.cells.values():
+            self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
+        await asyncio.gather(*(self._enter_role(cell, "start") for cell in self.cells.values()))
+        self._controlling = asyncio.create_task(self._control(), name="controller")
+
+    async def close(self) -> None:
+        """Stop deciding, then end every cell."""
+        self._closing = True
+        tasks = [self._controlling, *self._watchers.values()]
+        tasks += [task for cell in self.cells.values() for task in (cell.switching, cell.training)]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(t for t in tasks if t is not None), return_exceptions=True)
+        await self._cluster.close()
+
+    # --- what training loops and the conductor ask
+
+    @property
+    def core_alive(self) -> bool:
+        """False from the moment the core's loss is known until it is replaced."""
+        return self._core.has_process
+
+    @property
+    def core_process(self) -> CellProcess:
+        """The core's process. Raises CellError while it is being replaced."""
+        return self._core.process
+
+    @property
+    def rollout_cells(self) -> int:
+        """Cells that serve now."""
+        return sum(cell.state is CellState.ROLLOUT for cell in self.cells.values())
+
+    async def bring_up_to_date(self, cell: str) -> None:
+        """Make ``cell`` hold the published weights."""
+        await self.cells[cell].pull(self.published)
+
+    def open(self, step: OpenStep) -> None:
+        """``step`` takes gradients from now on."""
+        self.open_step = step
+        self.pulse.beat()
+
+    async def publish(self, version: int) -> None:
+        """The core's weights are ``version``: store them, and have every serving cell pull them."""
+        ref = await self._core.process.call("publish", key=f"weights-{version}")
+        self.published = Published(version, ref)
+        self._core.version = version
+        if version >= _KEPT_WEIGHTS:
+            self._core.process.notify("drop", key=f"weights-{version - _KEPT_WEIGHTS}")
+        serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
+        await asyncio.gather(*(self._pull_or_lose(cell) for cell in serving))
+
+    # --- deciding
+
+    def snapshot(self) -> Snapshot:
+        """What the policy sees."""
+        work, step = self._work(), self.open_step
+        return Snapshot(
+            now=self._events.now,
+            cells=[
+                CellView(
+                    name=cell.name,
+                    core=cell.spec.core,
+                    state=cell.state,
+                    version=cell.version,
+                    running=cell.running,
+                    since=cell.since,
+                )
+                for cell in self.cells.values()
+            ],
+            slots=self._config.cells.slots,
+            queued=work.queued,
+            running=work.running,
+            unfinished_groups=work.unfinished_groups,
+            admissible_queries=work.admissible_queries,
+            claimable_micro_steps=step.claimable if step else 0,
+            step_open=step is not None,
+            step_full=step is not None and step.closed,
+            version=self.published.version,
+            switch_cost_s=statistics.median(self._switch_costs) if self._switch_costs else None,
+        )
+
+    async def _control(self) -> None:
+        try:
+            while True:
+                seen = self.pulse.count
+                if self.open_step is not None:
+                    self.open_step.expire()
+                snapshot = self.snapshot()
+                decision = self._policy.decide(snapshot)
+                started = [action for action in decision.actions if self._begin(action, decision.reason)]
+                if started:
+                    self._log(decision, started, snapshot)
+                await self.pulse.after(seen, TICK_S)
+        except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
+            self._fail(error)
+
+    def _log(self, decision: Decision, started: list[Action], snapshot: Snapshot) -> None:
+        actions = [msgspec.to_builtins(action) for action in started]
+        policy = self._config.schedule.policy
+        self._events.emit(
+            "decision", policy=policy, actions=actions, reason=decision.reason, snapshot=msgspec.to_builtins(snapshot)
+        )
+
+    def _begin(self, action: Action, reason: str) -> bool:
+        cell = self.cells[action.cell]
+        if cell.switching is not None or cell.state not in (CellState.ROLLOUT, CellState.TRAINING):
+            return False
+        cell.switching = asyncio.create_task(self._switch(cell, action.role, reason), name=f"{cell.name} switch")
+        return True
+
+    async def _switch(self, cell: LiveCell, role: str, reason: str) -> None:
+        try:
+            async with asyncio.timeout(self._config.cells.switch_deadline_s):
+                if role == "train":
+                    switch = await cell.to_training(self.published, self._loop(cell), reason)
+                    self._watch_training(cell)
+                else:
+                    switch = await cell.to_rollout(self.published, reason)
+            self._switched(cell, switch)
+        except (CellError, TimeoutError) as error:
+            await self._replace(cell, f"switch to {role} failed: {error or 'deadline'}")
+        except OpenGyreError as error:
+            self._fail(error)
+        finally:
+            cell.switching = None
+            self.pulse.beat()
+
+    def _switched(self, cell: LiveCell, switch: Switch) -> None:
+        self._switch_costs = [*self._switch_costs[-20:], switch.total_s]
+        self._events.emit(
+            "switch",
+            cell=cell.name,
+            direction=switch.direction,
+            phases=switch.phases,
+            total_s=switch.total_s,
+            moved_calls=switch.moved_calls,
+            kv_tokens=switch.kv_tokens,
+            ok=True,
+        )
+
+    def _loop(self, cell: LiveCell) -> TrainingLoop:
+        if self.open_step is not None and not cell.spec.core:
+            self.open_step.lose(cell.name)  # it comes with an empty sum
+        flush_every = self._config.train.flush_every
+        return TrainingLoop(cell.name, cell.process, core=cell.spec.core, flush_every=flush_every, work=self)
+
+    def _watch_training(self, cell: LiveCell) -> None:
+        assert cell.training is not None
+        cell.training.add_done_callback(lambda task: self._training_ended(cell, task))
+
+    def _training_ended(self, cell: LiveCell, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, CellError):
+            self._fail(error)  # a CellError is the process watcher's business
+
+    # --- deaths
+
+    async def _watch(self, cell: LiveCell) -> None:
+        tail = await cell.process.wait()
+        if not self._closing:
+            asyncio.create_task(self._replace(cell, tail.splitlines()[-1] if tail else "process ended"))  # noqa: RUF006
+
+    async def _replace(self, cell: LiveCell, reason: str) -> None:
+        """Take a broken cell out, start it anew and give it its role back."""
+        if self._closing or cell.state is CellState.DEAD:
+            return
+        old = cell.process
+        self._events.emit("note", level="warning", text=f"{cell.name} is replaced: {reason}")
+        cell.lost(reason)
+        if self.open_step is not None:
+            if cell.spec.core:
+                self.open_step.core_reset()
+            else:
+                self.open_step.lose(cell.name)
+        self._restarts[cell.name] = self._restarts.get(cell.name, 0) + 1
+        try:
+            if self._restarts[cell.name] > _MAX_RESTARTS:
+                raise CellError(f"died {_MAX_RESTARTS + 1} times; last: {reason}", where=cell.name)
+            self._watchers[cell.name].cancel()
+            await old.stop(grace_s=0.0)
+            await cell.start(self._cluster)
+            if cell.spec.core:
+                await self._restore()
+            self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
+            await self._enter_role(cell, "restart")
+        except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
+            self._fail(error)
+        self.pulse.beat()
+
+    async def _restore(self) -> None:
+        """Have a fresh core process load what the run stands on, and publish it."""
+        await self.publish(await self._restore_core(self._core.process, self.published.version))
+
+    async def _enter_role(self, cell: LiveCell, reason: str) -> None:
+        if cell.spec.core:
+            cell.train(self._loop(cell), reason)
+            self._watch_training(cell)
+        else:
+            await cell.first_serve(self.published, reason)
+        self.pulse.beat()
+
+    async def _pull_or_lose(self, cell: LiveCell) -> None:
+        try:
+            await cell.pull(self.published)
+        except CellError as error:
+            await self._replace(cell, str(error))
+
+    def _changed(self) -> None:
+        self._on_roles()
+        self.pulse.beat()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)

@@ -1,0 +1,233 @@
+"""Makes the parts of a live run in the order in which they need each other, and ends them in the opposite order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from opengyre.cells.controller import Controller, Work
+from opengyre.cells.live import LiveCell
+from opengyre.cells.policies import make_policy
+from opengyre.cells.state import CellMachine
+from opengyre.cluster.base import CellProcess, CellSpec
+from opengyre.cluster.local import LocalCluster
+from opengyre.config import RunConfig
+from opengyre.errors import CellError
+from opengyre.executions.groups import GroupRunner
+from opengyre.executions.runner import Runner
+from opengyre.executions.task import Task
+from opengyre.proxy.app import ProxyServer
+from opengyre.proxy.calls import CallDriver
+from opengyre.proxy.router import Router
+from opengyre.proxy.session import Sessions
+from opengyre.record.store import Store
+from opengyre.run import checkpoints
+from opengyre.run.door import SessionDoor
+from opengyre.run.evaluation import Evaluation
+from opengyre.run.harvest import Harvest
+from opengyre.run.journal import DROPPED, Journal, QueryRow
+from opengyre.run.preflight import Prepared
+from opengyre.run.states import ExecutionStates
+from opengyre.samples.assemble import Assembler, AssemblerState, Pending
+from opengyre.watch.events import EventLog
+
+_CORE_ROLLS_OUT = ("colocate", "lend")  # policies under which the core cell leaves the training role
+
+
+@dataclass
+class Parts:
+    """Everything a conductor drives. ``life`` counts the processes that have worked on this run, from 0."""
+
+    prepared: Prepared
+    life: int
+    journal: Journal
+    events: EventLog
+    assembler: Assembler
+    unfinished: list[QueryRow]
+    groups: GroupRunner
+    evaluation: Evaluation
+    controller: Controller
+    harvest: Harvest
+    door: SessionDoor
+
+    def task(self, task_id: str) -> Task:
+        """The training task of a name."""
+        return next(task for task in self.prepared.train if task.task_id == task_id)
+
+
+@asynccontextmanager
+async def assemble_parts(prepared: Prepared, events: EventLog) -> AsyncIterator[Parts]:
+    """Make and start everything; on the way out, end it in the opposite order.
+
+    Raises:
+        ConfigError: the port cannot be had, the sandbox does not work here, a config that does not fit the journal.
+        CellError: a cell did not start.
+    """
+    config, run_dir = prepared.config, prepared.run_dir
+    async with AsyncExitStack() as stack:
+        journal = Journal(run_dir / "run.db")
+        stack.callback(journal.close)
+        store = Store.open(run_dir / "calls.db")
+        stack.callback(store.close)
+        life = int(journal.get("life") or -1) + 1
+        journal.put("life", str(life))
+        assembler, unfinished = restore(config, journal, run_dir)
+
+        sessions = Sessions(store, max_calls=config.executions.max_calls)
+        router = Router()
+        driver = CallDriver(prepared.renderer, router, sessions, clock=lambda: events.now)
+        server = ProxyServer(sessions, driver, config.proxy)
+        await server.start(config.proxy.host, config.proxy.port)
+        stack.push_async_callback(server.stop)
+
+        door = SessionDoor(sessions, config)
+        harvest = Harvest(config, store, door.tree, run_dir, prepared.renderer.decode)
+        states = ExecutionStates(events, journal, harvest, door)
+        runner = Runner(config, prepared.harness, door, run_dir / "executions", states)
+        flow = _Flow(config, events, assembler)
+        groups, held_out = (flow.group_runner(runner, states) for _ in range(2))
+        controller = Controller(
+            config,
+            _cells(config, prepared, router, events),
+            LocalCluster(run_dir / "logs"),
+            make_policy(config.schedule.policy, config),
+            events,
+            work=flow.work,
+            restore_core=_core_restorer(run_dir),
+            on_roles=flow.set_limits,
+        )
+        flow.controller = controller
+        stack.push_async_callback(controller.close)
+        stack.push_async_callback(groups.close)
+        stack.push_async_callback(held_out.close)
+        await controller.start()
+        evaluation = Evaluation(config.eval, prepared.held_out, held_out, journal, events)
+        yield Parts(
+            prepared, life, journal, events, assembler, unfinished, groups, evaluation, controller, harvest, door
+        )
+
+
+class _Flow:
+    """Ties the executions to the cells: how many may run, how high the water stands, what policies see of it."""
+
+    def __init__(self, config: RunConfig, events: EventLog, assembler: Assembler) -> None:
+        self._config, self._events, self._assembler = config, events, assembler
+        self._runners: list[GroupRunner] = []
+        self._last: tuple[int, int, int] | None = None
+        self.controller: Controller | None = None
+
+    def group_runner(self, runner: Runner, states: ExecutionStates) -> GroupRunner:
+        """A group runner whose executions count into the waterlevel."""
+        groups = GroupRunner(
+            runner.run,
+            group_size=self._config.samples.group_size,
+            infra_retries=self._config.executions.infra_retries,
+            limit=0,
+            on_waterlevel=lambda queued, running: self._report(),
+            on_queued=states,
+        )
+        self._runners.append(groups)
+        return groups
+
+    def work(self) -> Work:
+        """What policies see of executions and queries."""
+        return Work(
+            queued=sum(g.queued for g in self._runners),
+            running=sum(g.running for g in self._runners),
+            unfinished_groups=len(self._assembler.running),
+            admissible_queries=self._assembler.admissible(),
+        )
+
+    def set_limits(self) -> None:
+        """Let as many executions run as the cells in the rollout role serve at full speed."""
+        assert self.controller is not None
+        limit = self._config.cells.slots * self.controller.rollout_cells
+        for groups in self._runners:
+            groups.limit = min(limit, self._config.executions.max_running or limit)
+        self._report()
+
+    def _report(self) -> None:
+        if self.controller is None:
+            return
+        work, cells = self.work(), self.controller.rollout_cells
+        if self._last != (work.queued, work.running, cells):
+            self._last = (work.queued, work.running, cells)
+            slots = self._config.cells.slots
+            self._events.emit("waterlevel", queued=work.queued, running=work.running, rollout_cells=cells, slots=slots)
+            self.controller.pulse.beat()
+
+
+def _cells(config: RunConfig, prepared: Prepared, router: Router, events: EventLog) -> list[LiveCell]:
+    cpus = sorted(os.sched_getaffinity(0))
+    names = ["core", *(f"satellite-{n}" for n in range(1, config.cells.satellites + 1))]
+    return [
+        LiveCell(
+            CellSpec(
+                name=name,
+                core=place == 0,
+                run_id=f"{os.getpid()}-{prepared.run_dir.name}",
+                config=msgspec.to_builtins(config),
+                model_path=str(prepared.model_dir),
+                cpu=cpus[place % len(cpus)] if config.cells.pin else None,
+            ),
+            CellMachine(
+                name,
+                core=place == 0,
+                core_may_leave=config.schedule.policy in _CORE_ROLLS_OUT,
+                deadline_s=config.cells.switch_deadline_s,
+                clock=lambda: events.now,
+            ),
+            router,
+            slots=config.cells.slots,
+            kv_transfer=config.cells.kv_transfer,
+            events=events,
+        )
+        for place, name in enumerate(names)
+    ]
+
+
+def _core_restorer(run_dir: Path) -> Callable[[CellProcess, int], Awaitable[int]]:
+    """How a fresh core process gets the weights of a version (-1: the newest); returns the version it has then."""
+
+    async def restore_core(core: CellProcess, version: int) -> int:
+        if version >= 0:
+            checkpoints.remove_newer(run_dir, version)  # written, but the core died before it could say so
+        whole = checkpoints.whole(run_dir)
+        newest = max(whole, default=0)
+        if version > newest:
+            raise CellError(
+                f"was lost at version {version}; the newest checkpoint is {newest}",
+                where="core",
+                right="resume the run; train.checkpoint_every = 1 lets a run go on by itself",
+            )
+        if newest:
+            await core.call("restore", folder=str(whole[newest]))
+        return newest
+
+    return restore_core
+
+
+def restore(config: RunConfig, journal: Journal, run_dir: Path) -> tuple[Assembler, list[QueryRow]]:
+    """Where the run stands: step assembly, and the queries admitted but not trained.
+
+    The newest whole checkpoint decides what is committed; see journal.py.
+    """
+    step = journal.step_of(max(checkpoints.whole(run_dir), default=0))
+    journal.rollback(step)
+    rows = journal.queries("train")
+    unfinished = [row for row in rows if row.trained_step is None]
+    pending = [
+        Pending(row.query_id, row.version + config.schedule.max_staleness, number if row.complete else None)
+        for number, row in enumerate(unfinished)
+    ]
+    dropped = sum(row.trained_step == DROPPED for row in rows)
+    state = AssemblerState(step, pending, len(rows), dropped, len(rows) - len(unfinished) - dropped)
+    assembler = Assembler(
+        config.samples.queries_per_step, config.schedule.max_staleness, steps=config.steps, state=state
+    )
+    return assembler, unfinished

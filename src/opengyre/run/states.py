@@ -1,0 +1,50 @@
+"""What happens whenever an execution changes state: the event log hears of it, and a result becomes durable."""
+
+from __future__ import annotations
+
+from opengyre.executions.outcome import ExecutionResult, Outcome
+from opengyre.executions.task import Task
+from opengyre.run.door import SessionDoor
+from opengyre.run.evaluation import PREFIX
+from opengyre.run.harvest import Harvest
+from opengyre.run.journal import Journal
+from opengyre.watch.events import EventLog
+
+
+class ExecutionStates:
+    """Implements executions.runner.OnState."""
+
+    def __init__(self, events: EventLog, journal: Journal, harvest: Harvest, door: SessionDoor) -> None:
+        self._events, self._journal, self._harvest, self._door = events, journal, harvest, door
+
+    def __call__(
+        self, execution_id: str, query_id: str, task: Task, state: str, result: ExecutionResult | None = None
+    ) -> None:
+        """Log the change; a result is journaled first, so that its group can never complete before it is durable."""
+        held_out = query_id.startswith(PREFIX)
+        about = {"execution": execution_id, "query": query_id, "task": task.task_id}
+        about["split"] = "held_out" if held_out else "train"
+        if result is None:
+            self._events.emit("execution", **about, state=state)
+            return
+        if result.outcome is Outcome.CANCELLED:
+            self._door.forget(execution_id)
+        else:
+            self._journal.finish(result)
+        self._events.emit(
+            "execution",
+            **about,
+            state=state,
+            outcome=result.outcome.value,
+            reward=result.reward,
+            calls=result.calls,
+            queued_s=result.queued_s,
+            boot_s=result.boot_s,
+            agent_s=result.active_s,
+            held_s=result.held_s,
+            score_s=result.score_s,
+            detail=result.detail[-300:] if result.reward is None else "",
+            **(self._harvest.figures(execution_id) if result.calls else {}),
+        )
+        if held_out or result.reward is None:
+            self._door.forget(execution_id)
