@@ -97,14 +97,15 @@ class CommittedCall:
 class Node:
     """What one call added at one place. ``start`` is its depth: tokens from the root to its first token.
 
-    A prompt node has one span, a reply node one per weights version and cell, the root none. ``call`` is the position
-    of the call that added it, -1 for the root.
+    A prompt node has one span, a reply node one per weights version and cell, the root none; ``ids`` are all its tokens
+    and the spans' ids are views of them. ``call`` is the position of the call that added it, -1 for the root.
     """
 
     id: int
     parent: int
     offset: int
     start: int
+    ids: Ids
     spans: tuple[Span, ...]
     call: int
 
@@ -113,15 +114,8 @@ class Node:
         """True for a reply node."""
         return bool(self.spans) and self.spans[0].sampled
 
-    @property
-    def ids(self) -> Ids:
-        """All its tokens."""
-        if len(self.spans) == 1:
-            return self.spans[0].ids
-        return np.concatenate([s.ids for s in self.spans]) if self.spans else np.empty(0, np.int32)
-
     def __len__(self) -> int:
-        return sum(map(len, self.spans))
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from opengyre.record.call import CallRecord, digest_ids
+from opengyre.record.call import CallRecord, digest_ids, feed, new_digest
 from opengyre.record.tree import Tree
 from opengyre.record.types import Finish, Role
 
@@ -63,24 +63,29 @@ def check_tree(tree: Tree) -> list[str]:
         path = tree.rebuild(leaf)
         if not np.isfinite(path.logprobs[path.trainable]).all():
             wrong.append(f"leaf {leaf}: a trainable token has no finite log-probability")
+        state, at = new_digest(), 0  # of the path so far: a call's prompt begins with the whole of the one before
         for node, _ in tree.ancestors(leaf):
             call = replies.get(node)
-            if call is not None and call.index not in checked:
+            if call is None:
+                continue
+            feed(state, path.ids[at : call.prompt_tokens])
+            at = call.prompt_tokens
+            if call.index not in checked:
                 checked.add(call.index)
-                end = call.prompt_tokens + call.sampled_tokens
-                wrong += _compare(call, path.ids[: call.prompt_tokens], path.ids[call.prompt_tokens : end])
+                wrong += _compare(call, state.digest(), digest_ids(path.ids[at : at + call.sampled_tokens]))
     for call in tree.calls():
         if call.index not in checked:  # nothing was sampled: no leaf need end where its prompt does
-            wrong += _compare(call, tree.rebuild(call.prompt_node).ids[: call.prompt_tokens], np.empty(0, np.int32))
+            prompt = tree.rebuild(call.prompt_node).ids[: call.prompt_tokens]
+            wrong += _compare(call, digest_ids(prompt), digest_ids())
     return wrong
 
 
-def _compare(call: CallRecord, prompt: np.ndarray, sampled: np.ndarray) -> list[str]:
+def _compare(call: CallRecord, prompt: bytes, sampled: bytes) -> list[str]:
     name, wrong = f"call {call.meta.call_id}", []
-    if digest_ids(prompt) != call.prompt_digest:
-        wrong.append(f"{name}: the rebuilt prompt of {len(prompt)} tokens is not what the engine saw")
-    if digest_ids(sampled) != call.sampled_digest:
-        wrong.append(f"{name}: the rebuilt {len(sampled)} sampled tokens are not what the engine sampled")
+    if prompt != call.prompt_digest:
+        wrong.append(f"{name}: the rebuilt prompt of {call.prompt_tokens} tokens is not what the engine saw")
+    if sampled != call.sampled_digest:
+        wrong.append(f"{name}: the rebuilt {call.sampled_tokens} sampled tokens are not what the engine sampled")
     return wrong
 
 

@@ -41,7 +41,7 @@ class Tree:
     def __init__(self, *, verify: bool = True) -> None:
         self._verify = verify
         self._lock = threading.Lock()
-        self._nodes: list[Node] = [Node(ROOT, -1, 0, 0, (), -1)]
+        self._nodes: list[Node] = [Node(ROOT, -1, 0, 0, np.empty(0, np.int32), (), -1)]
         self._children: list[list[int]] = [[]]
         self._hashes: list[hashlib.blake2b] = [new_digest()]  # hash state of the path to each node's end
         self._heads: dict[tuple[int, int, int], int] = {}  # (node, offset, first token) -> its prompt child: unique
@@ -93,7 +93,10 @@ class Tree:
 
     def prompt_ids(self, attach: Attach) -> Ids:
         """All ids from the root up to the attach point, shape (attach.depth,)."""
-        return _join([piece.span.ids for piece in self._pieces(attach.node, attach.offset)])
+        way = [(self._nodes[name], used) for name, used in self.ancestors(attach.node)]
+        if way:
+            way[-1] = (way[-1][0], attach.offset)
+        return np.concatenate([np.empty(0, np.int32), *(node.ids[:used] for node, used in way)])
 
     def at(self, via: str, depth: int, n_messages: int = 0, fork_reason: str | None = None) -> Attach:
         """The attach point ``depth`` tokens down the path of call ``via`` (``""``: the root); how a store refers to it.
@@ -184,11 +187,10 @@ class Tree:
 
     def _add(self, parent: int, offset: int, spans: tuple[Span, ...], call: int) -> int:
         above = self._nodes[parent]
-        spans = tuple(_owned(span) for span in spans)
-        node = Node(len(self._nodes), parent, offset, above.start + offset, spans, call)
+        ids, spans = _owned(spans)
+        node = Node(len(self._nodes), parent, offset, above.start + offset, ids, spans, call)
         state = self._hash_at(parent, offset)
-        for span in spans:
-            feed(state, span.ids)
+        feed(state, ids)
         self._nodes.append(node)
         self._children.append([])
         self._hashes.append(state)
@@ -196,7 +198,7 @@ class Tree:
         if offset == len(above):
             self._continued.add(parent)
         if not node.sampled:
-            self._heads[parent, offset, int(spans[0].ids[0])] = node.id
+            self._heads[parent, offset, int(ids[0])] = node.id
         return node.id
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -216,8 +218,8 @@ class Tree:
         """Follow ``tail`` through prompt nodes. At any place the ways on differ in their first token, so it is one."""
         while len(tail):
             here = self._nodes[node]
-            if offset < len(here) and not here.sampled and here.spans[0].ids[offset] == tail[0]:
-                shared = _common(here.spans[0].ids[offset:], tail)
+            if offset < len(here) and not here.sampled and here.ids[offset] == tail[0]:
+                shared = _common(here.ids[offset:], tail)
                 offset, tail = offset + shared, tail[shared:]
                 continue
             child = self._heads.get((node, offset, int(tail[0])))
@@ -337,13 +339,17 @@ class Tree:
                 start += len(part)
 
 
-def _owned(span: Span) -> Span:
-    """A copy nobody can write to: committed nodes never change."""
-    ids, logprobs = span.ids.copy(), None if span.logprobs is None else span.logprobs.astype(np.float32)
+def _owned(spans: tuple[Span, ...]) -> tuple[Ids, tuple[Span, ...]]:
+    """Copies nobody can write to, the spans' ids as views of all ids: committed nodes never change."""
+    ids, at, owned = np.concatenate([span.ids for span in spans]), 0, []
     ids.setflags(write=False)
-    if logprobs is not None:
-        logprobs.setflags(write=False)
-    return replace(span, ids=ids, logprobs=logprobs)
+    for span in spans:
+        logprobs = None if span.logprobs is None else span.logprobs.astype(np.float32)
+        if logprobs is not None:
+            logprobs.setflags(write=False)
+        owned.append(replace(span, ids=ids[at : at + len(span)], logprobs=logprobs))
+        at += len(span)
+    return ids, tuple(owned)
 
 
 def _cut(span: Span, length: int) -> Span:
@@ -359,7 +365,3 @@ def _common(a: Ids, b: Ids) -> int:
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0
     return first if n and bool(differ[first]) else n
-
-
-def _join(parts: list[Ids]) -> Ids:
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
