@@ -12,7 +12,7 @@ import pytest
 from executions_world import KINDS, FakeDoor, config, run_once, served, task
 
 from opengyre.errors import EvaluatorError
-from opengyre.executions.evaluate import evaluate, read_reward
+from opengyre.executions.evaluate import COPY, evaluate, read_reward
 from opengyre.executions.outcome import Outcome
 from opengyre.executions.sandbox.base import Exit
 from opengyre.executions.sandbox.registry import make_sandbox
@@ -119,6 +119,16 @@ async def test_the_workspace_is_scored_as_a_copy(tmp_path, workspace):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_workspace_that_cannot_be_copied_is_read_where_it_is(kind, tmp_path, workspace, monkeypatch):
+    monkeypatch.setattr("opengyre.executions.evaluate.COPY", COPY.replace("timeout 60 cp", "false"))
+    (workspace / "folder").mkdir()
+    (workspace / "folder" / ".hidden").write_text("x")
+    (workspace / ".hidden").write_text("x")
+    look = "import os, sys; w = sys.argv[1]; assert all(map(os.path.isfile, (w + '/.hidden', w + '/folder/.hidden')))\n"
+    assert (await score(tmp_path, workspace, look + give({"reward": 1.0}), kind=kind)).reward == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_no_trick_in_the_workspace_avoids_the_score(kind, tmp_path, workspace):
     """S06: a workspace that cannot be copied, or is gone, is scored all the same."""
     os.mkfifo(workspace / "fifo")
@@ -128,6 +138,9 @@ async def test_no_trick_in_the_workspace_avoids_the_score(kind, tmp_path, worksp
     assert (await score(tmp_path, workspace, zero, kind=kind)).reward == 0.0
     shutil.rmtree(workspace)
     assert (await score(tmp_path, workspace, zero, kind=kind)).reward == 0.0
+    workspace.symlink_to("/nowhere")
+    assert (await score(tmp_path, workspace, zero, kind=kind)).reward == 0.0
+    workspace.unlink()
     workspace.write_text("not a folder")
     assert (await score(tmp_path, workspace, zero, kind=kind)).reward == 0.0
 

@@ -38,7 +38,7 @@ def test_a_command_is_filled_in_once():
             "{base_url}",
             "{key}",
             "{model}",
-            "{json}",
+            "{x}",
         ],
         env={"TOOL_HOME": "{home}/tool"},
     )

@@ -1,8 +1,9 @@
 """Scores what an execution left behind, after everything it started is dead.
 
-The evaluator runs in a fresh sandbox of its own, in the folder of its own files, on a copy of the workspace. The reward
-is read from a file in a folder that did not exist while the agent lived, once no process is left; never from output, an
-exit code, or anything the agent wrote. No valid reward is an EvaluatorError, never a number.
+The evaluator runs in a fresh sandbox of its own, in the folder of its own files, on a copy of the workspace (at the
+path the agent knew, where the sandbox has fixed paths). The reward is read from a file in a folder that did not exist
+while the agent lived, once no process is left; never from output, an exit code, or anything the agent wrote. No valid
+reward is an EvaluatorError, never a number.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ REWARD_BYTES = 1 << 20  # a reward with its checks takes kilobytes; more is garb
 REWARD_NAMES = ("reward.json", "reward.txt")  # what an agent would write to be taken for an evaluator
 CLEANUP_S = 10.0  # the evaluator's own folders are small
 
-# $1: the agent's workspace, $2: where the evaluator looks, the rest: the evaluator. Sockets, sparse giants and links
-# are copied as what they are. A workspace that cannot be copied is looked at in place: no trick in it avoids the score.
+# $1: the agent's workspace, $2: where the evaluator finds it, $3: the evaluator's files, the rest: its argv. Sockets,
+# sparse giants and links are copied as what they are. What cannot be copied is linked: no trick in it avoids the score.
 COPY = """
-timeout 60 cp -a --sparse=always --reflink=auto "$1/." "$2/" 2>/dev/null || { rm -rf "$2"; ln -s "$1" "$2"; }
-shift 2
-exec "$@"
+timeout 60 cp -a --sparse=always --reflink=auto "$1/." "$2/" || {
+    find "$2" -mindepth 1 -delete
+    ln -s "$1"/* "$1"/.[!.]* "$2/"
+} 2>/dev/null
+cd "$3" && shift 3 && exec "$@"
 """
 
 
@@ -90,16 +93,16 @@ async def evaluate(
 
 
 async def _try(task: Task, workspace: Path, sandbox: Sandbox, log: Path, deadline_s: float) -> tuple[_Verdict, str]:
-    copy, rewards = sandbox.home / "workspace", sandbox.home / "reward"
-    for folder in (copy, rewards):
+    files, rewards = sandbox.home / "evaluator", sandbox.home / "reward"
+    for folder in (files, rewards):
         folder.mkdir()
-    write_files(sandbox.workspace, task.evaluator_files)
+    write_files(files, task.evaluator_files)
     inner = {
-        "{workspace}": str(sandbox.inner(copy)),
-        "{task}": str(sandbox.inner(sandbox.workspace)),
+        "{workspace}": str(sandbox.inner(sandbox.workspace)),
+        "{task}": str(sandbox.inner(files)),
         "{reward}": str(sandbox.inner(rewards) / "reward.json"),
     }
-    argv = ["sh", "-c", COPY, "evaluator", str(workspace), inner["{workspace}"]]
+    argv = ["sh", "-c", COPY, "evaluator", str(workspace), inner["{workspace}"], inner["{task}"]]
     for word in task.evaluator:
         for name, value in inner.items():
             word = word.replace(name, value)

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from opengyre.config import RunConfig
-from opengyre.errors import EvaluatorError, HarnessError, SandboxError, boundary
+from opengyre.errors import EvaluatorError, HarnessError, OpenGyreError, SandboxError, boundary
 from opengyre.executions.evaluate import Evaluation, evaluate, write_files
 from opengyre.executions.harness.base import Harness
 from opengyre.executions.outcome import ExecutionResult, Outcome
@@ -41,7 +41,8 @@ class Door(Protocol):
         ...
 
     def close(self, execution_id: str) -> None:
-        """End the session: calls in flight are stopped, late ones are refused. A second close does nothing."""
+        """End the session: calls in flight are stopped, late ones are refused. Closing one
+        that is not open does nothing."""
         ...
 
     def held_s(self, execution_id: str) -> float:
@@ -129,7 +130,7 @@ class Runner:
             outcome, facts.detail = Outcome.HARNESS_FAILED, str(error)
         except EvaluatorError as error:
             outcome, facts.detail = Outcome.EVALUATOR_FAILED, str(error)
-        except SandboxError as error:
+        except OpenGyreError as error:  # the sandbox, the door: nothing the policy can reach
             outcome, facts.detail = Outcome.INFRA_ABORT, str(error)
         self._door.close(execution_id)
         await self._clean(place, task, facts)

@@ -31,7 +31,7 @@ class CommandHarness:
     Placeholders are ``{instruction} {workspace} {home} {base_url} {key} {model}`` in ``command`` and ``env``; other
     braces stay as they are, and what a placeholder brings in is not looked at again. If no argument takes the
     instruction, it is fed to stdin. Options: ``tools`` (host paths the command reads besides the system's; ``~`` is
-    expanded).
+    expanded) and ``model`` (the name the harness asks for; some choose features by it).
     """
 
     name = "command"

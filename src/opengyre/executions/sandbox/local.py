@@ -49,8 +49,7 @@ class LocalSandbox:
             self.folder.mkdir()
             for folder in (self.workspace, self.home, self.tmp):
                 folder.mkdir()
-            for below in HOME_FOLDERS.values():
-                (self.home / below).mkdir(parents=True)
+            (self.home / HOME_FOLDERS["CODEX_HOME"]).mkdir()  # Codex does not start without; the others make their own
 
     def inner(self, path: Path) -> Path:
         """The path itself: nothing is remapped."""
