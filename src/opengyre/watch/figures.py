@@ -86,7 +86,7 @@ def _cells(h: History) -> list[dict[str, Any]]:
             {
                 "cell": lane.cell,
                 "core": lane.core,
-                "share": {k: round(v, 4) for k, v in h.shares(lane).items()},
+                "share": {k: round(v, 4) for k, v in h.shares[lane.cell].items()},
                 "micro_steps": len(lane.micros),
                 "segments": [
                     [_r(s.start), _r(s.stop), s.phase.value, s.state, s.reason[:80]]
@@ -100,7 +100,7 @@ def _cells(h: History) -> list[dict[str, Any]]:
 
 
 def _utilisation(h: History) -> dict[str, float]:
-    shares = [h.shares(lane) for lane in h.lanes.values()]
+    shares = list(h.shares.values())
     return {k: round(mean(s[k] for s in shares), 4) for k in shares[0]} if shares else {}
 
 

@@ -103,6 +103,7 @@ class History:
         self.step_times: dict[int, float] = {}
         self.notes: list[tuple[float, str, str]] = []
         self.kinds: Counter[str] = Counter()
+        self.shares: dict[str, dict[str, float]] = {}  # cell -> share of its time by phase, see ``_shares``
         self._began: dict[str, float] = {}
         self._claims: dict[tuple[int, int], tuple[float, str]] = {}
         for event in events:
@@ -121,27 +122,8 @@ class History:
         for lane in self.lanes.values():
             if lane.segments:
                 lane.segments[-1].stop = max(lane.segments[-1].stop, self.state.t)
-
-    # -- shares of time --------------------------------------------------------------------------------------------
-
-    def shares(self, lane: Lane) -> dict[str, float]:
-        """Shares of a cell's time: rollout, train, switching, idle and off; they sum to 1.
-
-        Idle is time in the rollout role while nothing runs, and time in the training role without a micro-step.
-        """
-        busy = {
-            Phase.ROLLOUT: self._serving(),
-            Phase.TRAIN: _union([(m.start, m.stop) for m in lane.micros]),
-        }
-        seconds = dict.fromkeys(("rollout", "train", "switching", "idle", "off"), 0.0)
-        for phase in Phase:
-            spans = [(s.start, s.stop) for s in lane.segments if s.phase is phase]
-            whole = sum(b - a for a, b in spans)
-            used = _overlap(_union(spans), busy[phase]) if phase in busy else whole
-            seconds[phase.value] += used
-            seconds["idle"] += whole - used
-        total = sum(seconds.values())
-        return {k: v / total if total > 0 else 0.0 for k, v in seconds.items()}
+        serving = self._serving()
+        self.shares = {lane.cell: _shares(lane, serving) for lane in self.lanes.values()}
 
     def _serving(self) -> list[Interval]:
         """When at least one execution ran; always, if the waterlevel was never measured (unknown is not idle)."""
@@ -216,6 +198,23 @@ _FOLDS = {
     "step": History._step,
     "note": History._note,
 }
+
+
+def _shares(lane: Lane, serving: list[Interval]) -> dict[str, float]:
+    """Shares of a cell's time: rollout, train, switching, idle and off; they sum to 1 (all 0 for a cell never seen).
+
+    Idle is time in the rollout role while nothing runs, and time in the training role without a micro-step.
+    """
+    busy = {Phase.ROLLOUT: serving, Phase.TRAIN: _union([(m.start, m.stop) for m in lane.micros])}
+    seconds = dict.fromkeys(("rollout", "train", "switching", "idle", "off"), 0.0)
+    for phase in Phase:
+        spans = [(s.start, s.stop) for s in lane.segments if s.phase is phase]
+        whole = sum(b - a for a, b in spans)
+        used = _overlap(_union(spans), busy[phase]) if phase in busy else whole
+        seconds[phase.value] += used
+        seconds["idle"] += whole - used
+    total = sum(seconds.values())
+    return {k: v / total if total > 0 else 0.0 for k, v in seconds.items()}
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:

@@ -133,7 +133,7 @@ class RunState:
 
     def trend(self, key: str) -> list[float]:
         """A figure of every committed step in order, missing ones left out."""
-        rows = (self.steps[step].get(key) for step in sorted(self.steps))
+        rows = (row.get(key) for row in self.steps.values())  # the fold keeps them in order
         return [value for value in rows if value is not None]
 
     def total(self, key: str) -> int:
@@ -230,9 +230,9 @@ class RunState:
     def _step(self, e: dict[str, Any]) -> None:
         self.step, self.version = e.get("step", 0), e.get("version", 0)
         self.step_started = self.t
+        while self.steps and next(reversed(self.steps)) > self.step:
+            self.steps.popitem()  # a resumed run went back to its checkpoint
         self.steps[self.step] = e
-        for later in [step for step in self.steps if step > self.step]:
-            del self.steps[later]  # a resumed run went back to its checkpoint
         for closed in [step for step in self.micro if step <= self.step]:
             del self.micro[closed]
         for cell in self.cells.values():
