@@ -159,8 +159,12 @@ class Renderer:
     def _head(self, conversation: Conversation, unit: list[dict[str, Any]], names: dict[str, str]) -> tuple[str, int]:
         """Everything up to the end of message 0 (tools stand here), and how many further messages it swallowed."""
         tools, thinking = [_tool(t) for t in conversation.tools], conversation.thinking
+        following = [self._plain(m, names) for m in conversation.messages[1:2]]
         try:
-            return self._template.text(unit, tools=tools, thinking=thinking), 0
+            text = self._template.text(unit, tools=tools, thinking=thinking)
+            if not tools or conversation.tools[-1].name in text or not following:
+                return text, 0
+            return self._template.text([*unit, *following], tools=tools, thinking=thinking), 1  # tools beside the user
         except Refusal:
             if unit[0]["role"] != "system":
                 raise
@@ -169,10 +173,9 @@ class Renderer:
         user = self._difference([_USER], thinking)
         if whole.endswith(user):
             return whole.removesuffix(user), 0
-        if len(conversation.messages) == 1:
+        if not following:
             return whole, 0
-        following = self._plain(conversation.messages[1], names)
-        return self._template.text([*unit, following], tools=tools, thinking=thinking), 1
+        return self._template.text([*unit, *following], tools=tools, thinking=thinking), 1
 
     def _difference(self, unit: list[dict[str, Any]], thinking: bool | None) -> str:
         """What ``unit`` adds after the first prefix that it leaves unchanged."""

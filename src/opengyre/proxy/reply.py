@@ -109,11 +109,12 @@ def cut_at(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 def _split_thinking(text: str, thinking_open: bool) -> tuple[str, str, bool]:
     """(reasoning, rest, whether the reasoning was closed)."""
-    body = text.lstrip()
-    if body.startswith(THINK_OPEN):
+    body = text
+    if not thinking_open:
+        body = text.lstrip()
+        if not body.startswith(THINK_OPEN):
+            return "", text, True
         body = body.removeprefix(THINK_OPEN)
-    elif not thinking_open:
-        return "", text, True
     thought, close, rest = body.partition(THINK_CLOSE)
     return thought.strip("\n"), rest, bool(close)
 

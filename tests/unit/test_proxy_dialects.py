@@ -1,0 +1,163 @@
+"""The dialects against golden files: what a request means, what an answer looks like, whole and streamed.
+
+``WRITE_GOLDEN=1 pytest tests/unit/test_proxy_dialects.py`` rewrites the answers; read the difference before keeping it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.dialects.base import Head
+from opengyre.proxy.dialects.chat import Chat
+from opengyre.proxy.dialects.messages import Messages
+from opengyre.proxy.history import History
+from opengyre.proxy.refusals import Refusal
+from opengyre.proxy.reply import Reply, Turn
+from opengyre.record.types import Finish
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DIALECTS = {"messages": Messages(), "chat": Chat()}
+HEAD = Head("c0ffee", "policy-model", 123, created_s=1_700_000_000)
+CALLS = (ToolCall("toolu_1", "read", {"path": "ä.py", "line": 3}), ToolCall("toolu_2", "run", {}))
+REPLIES = {
+    "text": Reply("c0ffee", Turn((Text("Hello."),), True), Finish.STOP, 123, 3, True),
+    "calls": Reply("c0ffee", Turn((Thinking("I look."), Text("Reading:"), *CALLS), True), Finish.STOP, 123, 40, True),
+    "cut": Reply("c0ffee", Turn((Text('<tool_call>{"name":'),), False, 1), Finish.LENGTH, 123, 8, True),
+    "stop_sequence": Reply(
+        "c0ffee", Turn((Text("a b "),), True, stop_sequence="STOPHERE"), Finish.STOP_SEQUENCE, 123, 9, True
+    ),
+}
+each_dialect = pytest.mark.parametrize("name", DIALECTS)
+
+
+def check(path: Path, text: str) -> None:
+    if os.environ.get("WRITE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), path
+
+
+def pretty(value) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def request(name: str, case: str):
+    return DIALECTS[name].parse(json.loads((GOLDEN / name / f"{case}.request.json").read_text()))
+
+
+@each_dialect
+@pytest.mark.parametrize("case", REPLIES)
+def test_answers(name, case):
+    dialect, reply = DIALECTS[name], REPLIES[case]
+    check(GOLDEN / name / f"{case}.response.json", pretty(dialect.body(HEAD, reply)))
+    emitter = dialect.emitter(HEAD, replace(request(name, "agent"), stream=True))
+    stream = emitter.open() + emitter.ping() + emitter.close(reply)
+    check(GOLDEN / name / f"{case}.stream.txt", stream.decode())
+
+
+@each_dialect
+def test_deltas_released_early_do_not_change_the_answer(name):
+    dialect, reply = DIALECTS[name], REPLIES["calls"]
+    emitter = dialect.emitter(HEAD, request(name, "agent"))
+    stream = emitter.open() + emitter.delta("thinking", "I lo") + emitter.delta("text", "Rea") + emitter.close(reply)
+    said = {"thinking": "", "text": ""}
+    for event in (json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")):
+        delta = event.get("delta") or (event.get("choices") or [{}])[0].get("delta") or {}
+        said["thinking"] += delta.get("thinking", "") + delta.get("reasoning_content", "")
+        said["text"] += delta.get("text", "") + delta.get("content", "")
+    assert said == {"thinking": "I look.", "text": "Reading:"}
+
+
+@each_dialect
+def test_errors_have_the_dialects_form(name):
+    refusal = Refusal("prompt is too long: 9 tokens > 8 maximum", code="context_length_exceeded")
+    check(GOLDEN / name / "error.json", pretty(DIALECTS[name].error(refusal)))
+
+
+def test_what_a_request_means_is_the_same_in_both_dialects():
+    messages, chat = request("messages", "agent"), request("chat", "agent")
+    check(GOLDEN / "agent.conversation.json", pretty(_meaning(messages)))
+    assert _meaning(chat) == _meaning(messages)
+    assert History().read(chat).keys == History().read(messages).keys
+
+
+def _meaning(conversation):
+    parts = [
+        {"role": m.role, "parts": [{"kind": type(p).__name__, **asdict(p)} for p in m.parts]}
+        for m in conversation.messages
+    ]
+    for part in (p for m in parts for p in m["parts"]):
+        part.pop("signature", None)  # Chat Completions has none
+    return {
+        "messages": parts,
+        "tools": [asdict(t) for t in conversation.tools],
+        "max_tokens": conversation.max_tokens,
+        "stop_sequences": conversation.stop_sequences,
+    }
+
+
+def test_billing_lines_are_removed_and_user_text_is_not():  # P03
+    def parse(system, text="hi"):
+        return Messages().parse({"system": system, "messages": [{"role": "user", "content": text}], "max_tokens": 8})
+
+    line = "x-anthropic-billing-header: cc_version=9.9; cc_entrypoint=cli; cch={};"
+    a, b = (parse([{"type": "text", "text": line.format(c)}, {"type": "text", "text": "You."}]) for c in "ab")
+    assert a.messages == b.messages == (Message("system", (Text("You."),)), Message("user", (Text("hi"),)))
+    assert parse([{"type": "text", "text": line}]).messages == (Message("user", (Text("hi"),)),)
+    text = "x-anthropic-billing-header: what is that?"
+    assert parse([], text).messages[-1].text == text
+
+
+def test_images_become_a_visible_placeholder():  # P11
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "…"}}
+    content = [{"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "ok"}, image]}]
+    conversation = Messages().parse({"messages": [{"role": "user", "content": content}]})
+    (result,) = conversation.messages[0].parts
+    assert isinstance(result, ToolResult) and result.text.startswith("ok\n[image image/png: not shown")
+    assert conversation.extra["placeholders"] == 1
+    url = {"type": "image_url", "image_url": {"url": "data:…"}}
+    assert Chat().parse({"messages": [{"role": "user", "content": [url]}]}).extra["placeholders"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "names"),
+    [
+        ("messages", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ("messages", {"messages": "x"}, "messages"),
+        ("messages", {"messages": [], "max_tokens": "many"}, "max_tokens"),
+        ("messages", {"messages": [], "max_tokens": 0}, "max_tokens"),
+        ("messages", {"messages": [{"role": "user", "content": [3]}]}, "messages.0.content.0"),
+        ("messages", {"messages": [], "stop_sequences": [1]}, "stop_sequences.0"),
+        ("chat", {"messages": [{"role": "robot"}]}, r"messages\[0\].role"),
+        ("chat", {"messages": [], "n": 2}, "n:"),
+        ("chat", {"messages": [], "functions": [{}]}, "functions"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": {}}]}, "tool_calls"),
+        ("chat", {"messages": [], "stream": "yes"}, "stream"),
+        ("chat", {"messages": [], "tools": [{"function": {"name": 1}}]}, "name"),
+    ],
+)
+def test_refusals_name_the_field(name, body, names):
+    with pytest.raises(Refusal, match=names) as refused:
+        DIALECTS[name].parse(body)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("thinking", [{"type": "enabled", "budget_tokens": 9}, {"type": "adaptive"}, None])
+def test_thinking_modes(thinking):  # P10
+    body = {"messages": [], "thinking": thinking}
+    assert Messages().parse(body).thinking is (None if thinking is None else True)
+    assert Messages().parse({**body, "thinking": {"type": "disabled"}}).thinking is False
+    assert Chat().parse({"messages": [], "reasoning_effort": "none"}).thinking is False
+    assert Chat().parse({"messages": [], "chat_template_kwargs": {"enable_thinking": True}}).thinking is True
+
+
+def test_arguments_that_are_no_json_are_kept():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{oops"}}
+    conversation = Chat().parse({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert conversation.messages[0].parts == (ToolCall("c", "f", "{oops"),)

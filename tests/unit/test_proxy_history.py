@@ -1,0 +1,101 @@
+"""Harnesses rewrite what the policy said; the proxy recognises it all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from opengyre.proxy.conversation import Conversation, Message, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.history import History
+
+USER = Message("user", (Text("go"),))
+SAID = Message(
+    "assistant",
+    (
+        Thinking("why", "gyre_1"),
+        Text("I edit."),
+        ToolCall("toolu_1", "Task", {"b": 1.0, "a": "x  \ny"}),
+        ToolCall("toolu_2", "Bash", {"command": "cd /w && ls"}),
+    ),
+)
+
+
+def results(*ids: str) -> tuple[Message, ...]:
+    return tuple(Message("tool", (ToolResult(i, f"result {n}"),)) for n, i in enumerate(ids))
+
+
+def read(history: History, *messages: Message):
+    return history.read(Conversation(messages))
+
+
+@pytest.fixture
+def history() -> History:
+    made = History()
+    made.remember(read(made, USER).keys[-1], SAID, delivered=True)
+    return made
+
+
+def rewritten(**changes) -> Message:
+    parts = {
+        "thinking": Thinking("why", "gyre_1"),
+        "text": Text("I edit."),
+        "one": ToolCall("toolu_1", "Agent", {"a": "x\ny", "b": 1, "replace_all": False}),
+        "two": ToolCall("toolu_2", "Bash", {"command": "ls", "description": "d"}),
+    }
+    return Message("assistant", tuple(p for p in {**parts, **changes}.values() if p is not None))
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        SAID,
+        rewritten(),
+        rewritten(thinking=Thinking("", "gyre_1")),  # text emptied, signature kept
+        rewritten(thinking=Thinking("why", "")),
+        rewritten(thinking=None),
+        rewritten(text=Text("I edit. ")),
+    ],
+)
+def test_a_rewritten_turn_is_the_original(history, back):  # P10
+    expected = read(history, USER, SAID, *results("toolu_1", "toolu_2"))
+    got = read(history, USER, back, *results("toolu_1", "toolu_2"))
+    assert got == expected and got.conversation.messages[1] == SAID
+
+
+def test_a_turn_that_says_something_else_forks_but_keeps_its_arguments(history):
+    got = read(history, USER, rewritten(text=Text("I do not.")))
+    assert got.keys[0] == read(history, USER, SAID).keys[0] and got.keys[1] != read(history, USER, SAID).keys[1]
+    assert got.conversation.messages[1].parts[-1] == SAID.parts[-1]
+
+
+def test_results_are_put_in_call_order(history):
+    a = read(history, USER, SAID, *results("toolu_1", "toolu_2"))
+    swapped = results("toolu_1", "toolu_2")[::-1]
+    assert read(history, USER, SAID, *swapped) == a
+
+
+def test_ids_take_no_part(history):  # P28
+    def chain(one: str, two: str):
+        said = rewritten(one=ToolCall(one, "f", {"x": 1}), two=ToolCall(two, "g", {}), thinking=None)
+        return read(History(), USER, said, *results(one, two)).keys
+
+    assert chain("call_0", "call_1") == chain("functions.bash:0", "b") and len(chain("same", "same")) == 4
+
+
+def test_plain_words_are_found_by_their_place():
+    history = History()
+    here, there = USER, Message("user", (Text("other"),))
+    first, second = (Message("assistant", (Thinking(t), Text("Done."))) for t in ("one", "two"))
+    history.remember(read(history, here).keys[-1], first, delivered=True)
+    history.remember(read(history, there).keys[-1], second, delivered=True)
+    plain = Message("assistant", (Text("Done."),))
+    assert read(history, here, plain).conversation.messages[1] == first
+    assert read(history, there, plain).conversation.messages[1] == second
+
+
+def test_an_undelivered_turn_is_not_taken_for_the_delivered_one():
+    history = History()
+    lost, kept = (Message("assistant", (Thinking(t), Text("Done."))) for t in ("lost", "kept"))
+    key = read(history, USER).keys[-1]
+    history.remember(key, kept, delivered=True)
+    history.remember(key, lost, delivered=False)
+    assert read(history, USER, Message("assistant", (Text("Done."),))).conversation.messages[1] == kept
