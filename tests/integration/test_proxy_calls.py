@@ -7,11 +7,14 @@ import json
 
 import numpy as np
 import pytest
+from aiohttp.http import SERVER_SOFTWARE
 
 from door import events, opened
 from engines import logprob, until
 from opengyre.errors import ConfigError
 from opengyre.proxy.app import ProxyServer
+from opengyre.proxy.dialects.messages import Messages
+from opengyre.proxy.request import prepare
 from opengyre.record.types import Finish
 from policies import HISTORY_REWRITING
 
@@ -194,28 +197,16 @@ async def test_a_resend_joins_the_running_call(tmp_path):  # P17
 async def test_a_reply_lost_after_it_was_recorded_is_given_to_the_resend(tmp_path):
     async with opened(tmp_path) as door:
         a = door.engine("a")
-        live = await door.driver.start(door.session, _prepared(door, "hi"))
+        asked = Messages().parse(body("hi"))
+        headers = {"user-agent": SERVER_SOFTWARE}  # as the test's own client sends it
+        prepared = prepare(door.renderer, door.session, asked, dialect="messages", headers=headers)
+        live = await door.driver.start(door.session, prepared)
         await live.result()
         door.driver.leave(live, answered=False)  # the connection broke while the answer was written
         await until(lambda: door.session.lost)
         status, answer = await door.post(PATH, body("hi"))
         assert status == 200 and answer["id"] == f"msg_{live.call_id}"
         assert len(a.requests) == 1 and not door.session.lost
-
-
-def _prepared(door, text):
-    from opengyre.proxy.dialects.messages import Messages
-    from opengyre.proxy.request import HEADERS, prepare
-
-    agent = next(iter(door.http.headers.values()), None)
-    headers = {"user-agent": agent or aiohttp_agent()} if "user-agent" in HEADERS else {}
-    return prepare(door.renderer, door.session, Messages().parse(body(text)), dialect="messages", headers=headers)
-
-
-def aiohttp_agent() -> str:
-    from aiohttp.http import SERVER_SOFTWARE
-
-    return SERVER_SOFTWARE
 
 
 async def test_keep_alive_while_the_engine_is_silent(tmp_path):  # P16

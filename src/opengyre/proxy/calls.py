@@ -190,8 +190,8 @@ class CallDriver:
             finish: Finish | None = Finish.ABORTED  # if we are cancelled
             try:
                 finish, kv = await self._at(lease, self._request(live, kv, attempt), live, watch)
-            except EngineError:
-                finish, kv = None, None  # refused or died; what it sent before stays valid
+            except OpenGyreError:
+                finish, kv = None, None  # refused, died, or could not take the KV; what it sent before stays valid
                 refused = len(live.sampled) == had
             finally:
                 # An engine that ends calls without a token is left alone for a moment, whatever it says.

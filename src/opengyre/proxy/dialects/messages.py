@@ -199,7 +199,8 @@ class _Reader:
                 case "tool_use":
                     parts.append(ToolCall(str(block.get("id", "")), str(block.get("name", "")), block.get("input", {})))
                 case _:
-                    parts.append(self._text(where, block))
+                    text = self._text(where, block)
+                    parts += [text] if text.text else []  # an empty turn has no part, as when it was sampled
         return parts
 
     def _texts(self, where: str, content: Any) -> list[Text]:
