@@ -5,6 +5,7 @@ const D = JSON.parse(document.getElementById("data").textContent);
 const T = Math.max(D.run.wall_s || 0, 1e-3);
 const view = { a: 0, b: T };
 const charts = [];
+const EMPTY = 66; // px of a chart that has nothing to show but a sentence
 const tip = document.getElementById("tip");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const clamp = (x, lo, hi) => Math.max(lo, Math.min(hi, x));
@@ -113,7 +114,7 @@ class Chart {
       const x = this.x(s.t);
       if (x < this.l || x > this.w - this.r || x - last < 3) continue;
       this.line(x, color("rule"), 1);
-      if (x - last > 22 || last < 0) { g.fillStyle = color("faint"); g.fillText(s.step, x, 11); last = x; }
+      if (x - last > 22 || last < 0) { g.fillStyle = color("faint"); g.fillText(s.step, Math.min(x, this.w - this.r - 3 * String(s.step).length), 11); last = x; }
     }
     for (const t of D.run.resumes) this.line(this.x(t), color("bad"), 1, [2, 3]);
   }
@@ -130,7 +131,7 @@ class Chart {
   }
   empty(text) {
     const g = this.g; g.fillStyle = color("faint"); g.textAlign = "left"; g.textBaseline = "middle";
-    g.fillText(text, this.l + 8, this.h / 2);
+    g.fillText(text, this.l + 8, (this.top + this.h - this.bottom) / 2);
   }
   move(e) {
     const box = this.canvas.getBoundingClientRect(), x = e.clientX - box.left, y = e.clientY - box.top;
@@ -206,7 +207,7 @@ function zoomable(chart) {
 class Cells extends Chart {
   constructor(host) {
     const n = D.cells.length, lane = n > 40 ? 9 : n > 16 ? 15 : 26;
-    super(host, Math.max(1, n) * lane + 16 + 22); this.lane = lane;
+    super(host, n ? n * lane + 16 + 22 : EMPTY); this.lane = lane;
   }
   draw(g) {
     if (!D.cells.length) return this.empty("No cell was started.");
@@ -251,7 +252,7 @@ class Cells extends Chart {
 }
 
 class Waterlevel extends Chart {
-  constructor(host) { super(host, 168); }
+  constructor(host) { super(host, D.waterlevel.length ? 168 : EMPTY); }
   draw(g) {
     const rows = D.waterlevel;
     if (!rows.length) return this.empty("The waterlevel was not measured.");
@@ -278,7 +279,7 @@ class Waterlevel extends Chart {
 }
 
 class Learning extends Chart {
-  constructor(host) { super(host, 196); }
+  constructor(host) { super(host, D.steps.length || D.evals.length ? 196 : EMPTY); }
   draw(g) {
     if (!D.steps.length && !D.evals.length) return this.empty("No step and no evaluation yet.");
     const rewards = D.steps.map((s) => s.reward_mean).filter((v) => v != null);
@@ -321,7 +322,7 @@ class Learning extends Chart {
 
 const OUTCOMES = ["finished", "timed_out", "harness_failed", "infra_abort", "evaluator_failed", "cancelled"];
 class Executions extends Chart {
-  constructor(host) { super(host, 210); this.top_s = Math.max(1e-3, ...D.executions.map((e) => e[1])); }
+  constructor(host) { super(host, D.executions.length ? 210 : EMPTY); this.top_s = Math.max(1e-3, ...D.executions.map((e) => e[1])); }
   draw(g) {
     if (!D.executions.length) return this.empty("No execution finished.");
     const step = timeStep(this.top_s, 4), top = Math.ceil(this.top_s / step) * step;

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -63,7 +64,8 @@ class LiveView:
 
     def close(self) -> None:
         """Draw a last time and give the terminal back."""
-        self._live.stop()
+        with suppress(OSError, ValueError):  # a terminal that went away must not end the run
+            self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
