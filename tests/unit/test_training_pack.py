@@ -1,0 +1,175 @@
+"""Packed trees equal separate sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from opengyre.samples.types import Sample
+from opengyre.training import attention
+from opengyre.training.forward import Forward
+from opengyre.training.pack import Pack, pack, within_budget
+from training_models import make_sample, random_samples, tiny_qwen3
+
+torch.set_num_threads(1)
+
+
+def paths(packed: Pack) -> dict[str, list[int]]:
+    """Rebuild every sample from the packed row."""
+    out = {}
+    chains = {}
+    for chain in packed.chains:
+        chains[chain.own] = [i for start, n in (*chain.before, chain.own) for i in range(start, start + n)]
+    longest = sorted(chains.values(), key=len)
+    for sample in packed.samples:
+        for places in longest:
+            ids = packed.ids[places][: len(sample.ids)]
+            if np.array_equal(ids, sample.ids):
+                assert packed.positions[places].tolist() == list(range(len(places)))
+                out[sample.sample_id] = ids.tolist()
+                break
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=8))
+def test_every_trajectory_is_in_the_row_once(sequences):
+    samples = [make_sample(s, np.arange(len(s)) > 0, name=str(i)) for i, s in enumerate(sequences)]
+    packed = pack(samples)
+    assert paths(packed) == {s.sample_id: s.ids.tolist() for s in samples}
+    assert len(packed.ids) == len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})  # unique prefixes
+    assert sum(length for _, length in (c.own for c in packed.chains)) == len(packed.ids)
+    for source, label, row in zip(packed.sources, packed.labels, packed.rows, strict=True):
+        assert packed.positions[source] < len(packed.samples[row].ids) - 1
+        assert label in packed.samples[row].ids
+    for s in samples:
+        assert (packed.rows == packed.samples.index(s)).sum() == s.tokens
+
+
+def test_by_hand():
+    a = make_sample([1, 2, 3, 4, 5], [0, 0, 0, 1, 1], name="a")
+    b = make_sample([1, 2, 3, 6, 7], [0, 0, 0, 1, 1], name="b")
+    c = make_sample([9, 8, 7, 6], [0, 0, 0, 1], name="c")
+    packed = pack([c, b, a])
+    assert [s.sample_id for s in packed.samples] == ["a", "b", "c"]
+    assert packed.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 8, 7, 6]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 0, 1, 2, 3]
+    assert [(c.own, c.before) for c in packed.chains] == [((0, 5), ()), ((5, 2), ((0, 3),)), ((7, 4), ())]
+    assert packed.sources.tolist() == [2, 3, 2, 5, 9] and packed.labels.tolist() == [4, 5, 6, 7, 6]
+
+
+def test_budget():
+    samples = random_samples(0, executions=6)
+    for budget in (1, 40, 90, 10_000):
+        packs = within_budget(samples, budget)
+        assert sorted(s.sample_id for p in packs for s in p.samples) == sorted(s.sample_id for s in samples)
+        assert all(len(p.ids) <= budget or len(p.samples) == 1 for p in packs)
+    assert len(within_budget(samples, 10_000)) == 1 and within_budget([], 10) == []
+
+
+def separate(forward: Forward, samples: list[Sample]) -> torch.Tensor:
+    """One plain forward of the whole model a sample, full logits."""
+    out = []
+    for s in samples:
+        logits = forward._model(input_ids=torch.from_numpy(s.ids.astype(np.int64))[None]).logits[0]
+        t = torch.from_numpy(np.flatnonzero(s.mask))
+        out.append(logits.log_softmax(-1)[t - 1, torch.from_numpy(s.ids.astype(np.int64))[t]])
+    return torch.cat(out)
+
+
+def gradients(model, value: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(value, list(model.parameters())))
+
+
+@pytest.mark.parametrize("block", [512, 4])  # 4: every chain takes several masked query blocks
+@pytest.mark.parametrize("window", [None, 10])
+def test_trees_equal_separate_sequences(monkeypatch, block, window):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    extra = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+    model = tiny_qwen3(num_hidden_layers=3, **extra)
+    forward = Forward(model)
+    assert forward.trees and forward.head_split
+    packed = pack(random_samples(1))
+    assert len(packed.ids) < 0.8 * sum(len(s.ids) for s in packed.samples)
+    got = forward.logprobs(packed)
+    want = separate(forward, list(packed.samples))
+    assert float((got - want).abs().max().detach()) <= 1e-12
+    weights = torch.randn(len(got), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(gradients(model, got @ weights), gradients(model, want @ weights), strict=True):
+        assert float((a - b).abs().max()) <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("trees", [True, False])
+@pytest.mark.parametrize("split", [True, False])
+def test_all_four_ways_agree(trees, split):
+    forward = Forward(tiny_qwen3(), temperature=0.7)
+    packed = pack(random_samples(2))
+    want = forward.logprobs(packed)
+    forward.trees, forward.head_split = trees, split
+    assert float((forward.logprobs(packed) - want).abs().max().detach()) <= 1e-12
+
+
+def test_large_vocabularies_are_projected_in_blocks(monkeypatch):
+    model = tiny_qwen3()
+    forward = Forward(model)
+    packed = pack(random_samples(3))
+    whole = forward.logprobs(packed)
+    monkeypatch.setattr("opengyre.training.forward.LOGITS_AT_ONCE", 64 * 7)
+    blocks = forward.logprobs(packed)
+    assert float((whole - blocks).abs().max().detach()) <= 1e-14
+    for a, b in zip(gradients(model, whole.sum()), gradients(model, blocks.sum()), strict=True):
+        assert float((a - b).abs().max()) <= 1e-12
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
+
+
+def mistral():
+    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=9))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+
+
+def gemma2():
+    """Soft-capped logits and attention: neither trees nor a bare head."""
+    caps = {"final_logit_softcapping": 0.2, "attn_logit_softcapping": 0.2, "initializer_range": 0.3}
+    config = Gemma2Config(**SMALL, **caps, num_key_value_heads=2, head_dim=8, attn_implementation="eager")
+    return Gemma2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [llama, mistral, gpt2, gemma2])
+def test_any_model(build):
+    torch.manual_seed(0)
+    model = build().eval()
+    before = model.config._attn_implementation
+    forward = Forward(model)
+    if build is gemma2:
+        assert not forward.trees and not forward.head_split
+    else:
+        assert forward.trees and forward.head_split
+    samples = random_samples(4)
+    packs = forward.plan(samples, 90)
+    assert len(packs) > 1
+    for packed in packs:
+        want = separate(forward, list(packed.samples))
+        assert float((forward.logprobs(packed) - want).abs().max().detach()) < 1e-5
+    assert model.config._attn_implementation == before
