@@ -34,7 +34,7 @@ from opengyre.proxy.stream import TextStream
 from opengyre.record.types import Finish
 
 MAX_BODY_BYTES = 64 << 20  # 1M tokens are about 4 MB of text; images in a history take the rest
-INLINE_BYTES = 256 << 10  # reading and rendering more takes over 10 ms
+INLINE_BYTES = 16 << 10  # encoding takes about 1 us a byte; a longer one would delay every ping
 SHUTDOWN_S = 2.0  # open answers get this long when the server stops
 
 T = TypeVar("T")
