@@ -201,6 +201,7 @@ def test_intervals_are_the_published_ones() -> None:
         ([evaluation(0, 20), evaluation(6, 60)], 1e-3, "good", "a gain beyond noise"),
         ([evaluation(0, 60), evaluation(6, 20)], 1e-3, "bad", "a loss beyond noise"),
         ([evaluation(0, 20), evaluation(6, 24)], 1e-3, "flat", "within noise"),
+        ([evaluation(0, 20), evaluation(0, 24)], 1e-3, "flat", "on the same weights"),
         ([evaluation(0, 20), evaluation(6, 24)], 0.0, "flat", "no learning expected, none seen"),
         ([evaluation(0, 20), evaluation(6, 60)], 0.0, "bad", "more than noise"),
         ([evaluation(0, 0, 0)], 1e-3, "unknown", "not measured"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from opengyre.cells.state import CellState
 from opengyre.watch.state import Phase, RunState, phase_of
 from synthetic_run import Synthetic
 
@@ -22,9 +23,23 @@ def step(t: float, k: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_states_of_a_cell_become_phases() -> None:
-    assert [phase_of(s) for s in ("rollout", "train", "dead", "starting", "draining", "anything")] == [
-        Phase.ROLLOUT, Phase.TRAIN, Phase.OFF, Phase.OFF, Phase.SWITCHING, Phase.SWITCHING,
-    ]  # fmt: skip
+    off = {CellState.STARTING, CellState.DEAD, CellState.STOPPED}
+    roles = {CellState.ROLLOUT: Phase.ROLLOUT, CellState.TRAINING: Phase.TRAIN}
+    for state in CellState:
+        assert phase_of(state.value) is (Phase.OFF if state in off else roles.get(state, Phase.SWITCHING))
+    assert phase_of("a later invention") is Phase.SWITCHING
+
+
+def test_a_cell_holds_the_version_it_took_its_role_with() -> None:
+    s = RunState([START, ev(1, "cell", cell="core", state="training"), ev(1, "cell", cell="a", state="rollout")])
+    assert (s.cells["core"].version, s.cells["a"].version) == (0, 0)
+    s.apply(step(9, 1))
+    assert s.cells["a"].version == 1  # a serving cell pulled it before the step was committed
+    s.apply(ev(10, "cell", cell="a", state="training"))
+    s.apply(step(19, 2))
+    assert (s.cells["core"].version, s.cells["a"].version) == (2, 1)
+    s.apply(ev(20, "micro_step", step=3, micro=0, cell="a", state="claimed"))
+    assert s.cells["a"].version == 2
 
 
 def test_a_cell_keeps_its_time_in_role_through_switching_states() -> None:

@@ -104,6 +104,15 @@ def test_the_live_view_draws_and_gives_the_terminal_back() -> None:
     assert "\x1b[31mlate" not in shown
 
 
+def test_a_resumed_run_knows_its_past() -> None:
+    out = io.StringIO()
+    view = make_view(WatchConfig(), out, past=LOG[:-1])
+    view({**START, "t": 70.0, "state": "resume"})
+    view(step(80, 2, reward_mean=0.5))
+    assert view.state.trend("pass_rate") == [0.1, 0.2] and len(view.state.evals) == 1
+    assert [line[11:27] for line in out.getvalue().splitlines()] == ["run resume: demo", "step 2/4, versio"]
+
+
 def test_metrics_lines_are_flat_and_survive_a_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":0}\n{"ste')

@@ -188,7 +188,9 @@ def _outcomes(h: History) -> list[dict[str, Any]]:
 def _totals(h: History) -> dict[str, Any]:
     done = [x.done for x in h.executions.values()]
     seconds = [x.stop - x.start for x in h.executions.values()]
+    cancelled = Outcome.CANCELLED.value  # ended with the run: neither scored nor left out
     excluded = Counter(e.get("outcome", "?") for e in done if e.get("reward") is None)
+    del excluded[cancelled]
     sampled = sum(e.get("sampled_tokens") or 0 for e in done)
     use = _utilisation(h)
     return {

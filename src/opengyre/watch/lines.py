@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from opengyre.watch import text
@@ -16,12 +17,13 @@ class LineView:
 
     Args:
         line_every_s: a status line comes when nothing was written for so many seconds of the run's clock.
+        past: events of the run's earlier lives; known, not shown.
     """
 
-    def __init__(self, stream: TextIO, *, line_every_s: float) -> None:
-        self.state = RunState()
+    def __init__(self, stream: TextIO, *, line_every_s: float, past: Iterable[dict[str, Any]] = ()) -> None:
+        self.state = RunState(past)
         self._stream, self._every = stream, line_every_s
-        self._last = 0.0
+        self._last = self.state.t
         self._gone = False
 
     def __call__(self, event: dict[str, Any]) -> None:

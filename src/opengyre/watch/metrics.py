@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,14 @@ class MetricsWriter:
 
     Keys are ``step``, ``version``, ``t`` (seconds on the run's clock), ``train/<figure>`` as in the step event,
     ``rollout/...``, ``cells/...`` and ``switch/...``. A resumed run appends; a step done again has a second line, and
-    the later one counts. A torn last line is cut when the file is reopened.
+    the later one counts. A torn last line is cut when the file is reopened; ``past`` are the events of earlier lives.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, past: Iterable[dict[str, Any]] = ()) -> None:
         if path.exists():
             data = path.read_bytes()
             path.write_bytes(data[: data.rfind(b"\n") + 1])
-        self.state = RunState()
+        self.state = RunState(past)
         self._file = path.open("ab", buffering=0)
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -46,8 +46,7 @@ class MetricsWriter:
             self._write(step_line(self.state, event))
         elif event.get("kind") == "eval":
             figures = {f"eval/{k}": v for k, v in event.items() if k not in _NOT_FIGURES}
-            version = event.get("version", 0)  # versions count steps
-            self._write({"step": version, "version": version, "t": self.state.t, **figures})
+            self._write({"step": self.state.step, "version": event.get("version", 0), "t": self.state.t, **figures})
 
     def close(self) -> None:
         """Close the file."""
@@ -60,7 +59,7 @@ class MetricsWriter:
 def step_line(s: RunState, event: dict[str, Any]) -> dict[str, Any]:
     """The flat figures of a step that ``s`` has just folded."""
     line: dict[str, Any] = {"step": s.step, "version": s.version, "t": s.t}
-    line |= {f"train/{k}": v for k, v in event.items() if k not in _NOT_FIGURES and not isinstance(v, dict | list)}
+    line |= {f"train/{k}": v for k, v in event.items() if k not in _NOT_FIGURES and isinstance(v, int | float)}
     line |= {
         "rollout/sampled_tokens_per_s": round(s.sampled_per_s(), 3),
         "train/trained_tokens_per_s": round(s.trained_per_s(), 3),

@@ -15,6 +15,7 @@ LABEL = 12  # columns of the names on the left
 OTHER_LINES = 14  # lines of the picture that are not cells
 MIN_CELL_LINES = 3  # shown even on a terminal that is too low
 BAR_WIDTH = 16
+LONGEST_STATE = len("joining training")  # columns stand still while cells switch
 
 
 def screen(s: RunState, now: float, width: int, height: int) -> RenderableType:
@@ -63,13 +64,13 @@ def _cells(s: RunState, now: float, most: int, width: int) -> Table:
     wide = width >= 72  # narrower terminals keep name, role and time
     for name in ["cell", "role", *(["load", "version"] if wide else []), "for", "micro-steps"]:
         right = name in ("version", "for", "micro-steps")
-        least = LABEL if name == "cell" else 9 if name == "role" else 0  # "switching" fits: columns stand still
+        least = {"cell": LABEL, "role": LONGEST_STATE if wide else 0}.get(name, 0)
         table.add_column(name, justify="right" if right else "left", no_wrap=True, min_width=least)
     done = s.micro_by_cell()
     cells = sorted(s.cells.values(), key=lambda c: (not c.core,))
     shown = cells if len(cells) <= most else cells[: most - 1]
     for cell in shown:
-        role = cell.phase.value if cell.phase is not Phase.SWITCHING else text.plain(cell.state)
+        role = cell.phase.value if cell.phase is not Phase.SWITCHING else text.plain(cell.state).replace("_", " ")
         name = text.plain(cell.name) + (" *" if cell.core else "")
         row: list[RenderableType] = [name, Text(role, STYLES[cell.phase])]
         if wide:

@@ -187,7 +187,8 @@ class RunState:
         cell.state, phase = e.get("state", ""), phase_of(e.get("state", ""))
         if phase is not cell.phase:
             cell.phase, cell.since, cell.load = phase, self.t, None
-        cell.version = e.get("version", cell.version)
+        if phase in (Phase.ROLLOUT, Phase.TRAIN):
+            cell.version = e.get("version", self.version)  # a cell takes a role with the published weights
 
     def _of(self, e: dict[str, Any]) -> CellView:
         name = e.get("cell", "?")
@@ -224,6 +225,8 @@ class RunState:
             micros, micro, cell = self.micro.setdefault(step, {}), e.get("micro", 0), e.get("cell", "?")
             if state != "requeued" or micros.get(micro, ("", cell))[1] == cell:  # another cell may hold it by now
                 micros[micro] = (state, cell)
+        if state == "claimed":
+            self._of(e).version = self.version
         if state == "done":
             _mark(self._trained, self.t, e.get("tokens") or 0)
 
@@ -236,11 +239,11 @@ class RunState:
         for closed in [step for step in self.micro if step <= self.step]:
             del self.micro[closed]
         for cell in self.cells.values():
-            if cell.core:
+            if cell.core or cell.phase is Phase.ROLLOUT:  # serving cells pull before a step counts as committed
                 cell.version = self.version
 
     def _eval(self, e: dict[str, Any]) -> None:
-        self.evals = [*(x for x in self.evals if x.get("version", 0) < e.get("version", 0)), e]
+        self.evals = [*(x for x in self.evals if x.get("version", 0) <= e.get("version", 0)), e]
 
     def _note(self, e: dict[str, Any]) -> None:
         self.notes.append((self.t, e.get("level", "info"), str(e.get("text", ""))))

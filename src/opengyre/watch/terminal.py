@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
@@ -37,20 +38,23 @@ class View(Protocol):
         ...
 
 
-def make_view(config: WatchConfig, stream: TextIO) -> View:
-    """The view that suits ``stream``: live on a terminal that can show it, lines otherwise; ``config.live`` decides."""
+def make_view(config: WatchConfig, stream: TextIO, past: Iterable[dict[str, Any]] = ()) -> View:
+    """The view that suits ``stream``: live on a terminal that can show it, lines otherwise; ``config.live`` decides.
+
+    ``past`` are the events of a resumed run's earlier lives, so that its steps and evaluations are known.
+    """
     able = stream.isatty() and "utf" in (stream.encoding or "").lower()
     console = Console(file=stream, force_terminal=True if config.live == "on" else None, highlight=False)
     if config.live == "on" or (config.live == "auto" and able and not console.is_dumb_terminal):
-        return LiveView(console)
-    return LineView(stream, line_every_s=config.line_every_s)
+        return LiveView(console, past)
+    return LineView(stream, line_every_s=config.line_every_s, past=past)
 
 
 class LiveView:
     """Redraws in place; scrolls nothing and leaves its last picture when closed."""
 
-    def __init__(self, console: Console) -> None:
-        self.state = RunState()
+    def __init__(self, console: Console, past: Iterable[dict[str, Any]] = ()) -> None:
+        self.state = RunState(past)
         self._lock = threading.Lock()
         self._seen = time.monotonic()
         self._live = Live(self, console=console, screen=False, refresh_per_second=REFRESH_HZ, redirect_stdout=False)

@@ -37,7 +37,7 @@ def rate_of(evaluation: dict[str, Any]) -> Rate | None:
     n, rate = int(evaluation.get("executions") or 0), evaluation.get("pass_rate")
     if n <= 0 or rate is None:
         return None
-    passes = round(rate * n)
+    passes = int(evaluation.get("passed", round(rate * n)))
     return Rate(int(evaluation.get("version") or 0), passes, n, passes / n, *wilson(passes, n))
 
 
@@ -47,7 +47,7 @@ def judge(evals: list[dict[str, Any]], *, learning_rate: float | None, steps: in
     if not rates:
         return Verdict("unknown", "Held-out pass rate: not measured", "No evaluation finished in this run.")
     before, after = rates[0], rates[-1]
-    if after.version == before.version:
+    if len(rates) == 1:
         text = f"Measured once, on weights version {before.version}; a second evaluation is needed to see a change."
         return Verdict("unknown", f"Held-out pass rate {percent(before.rate)}", text, before)
     low, high = difference((before.passes, before.n), (after.passes, after.n))
@@ -55,14 +55,17 @@ def judge(evals: list[dict[str, Any]], *, learning_rate: float | None, steps: in
     noise = low <= 0.0 <= high
     points, low_points, high_points = (100 * x for x in change)
     spread = f"The change of {points:+.1f} points has a 95 % interval of {low_points:+.1f} to {high_points:+.1f} points"
+    figures = f"{percent(before.rate)} → {percent(after.rate)}".replace(" ", "\u00a0")  # kept on one line
+    moved = f"Held-out pass rate {figures}"
+    if after.version == before.version:
+        head = f"{moved} on the same weights"
+        return Verdict("flat", head, f"No step changed the weights in between. {spread}.", before, after, change)
     if learning_rate == 0:
         if noise:
             head = "Learning rate 0: no learning expected, none seen"
             return Verdict("flat", head, f"{spread}, which holds 0.", before, after, change)
         head = "Learning rate 0, yet the pass rate moved by more than noise"
         return Verdict("bad", head, f"{spread}. Look at the evaluation, not at the policy.", before, after, change)
-    figures = f"{percent(before.rate)} → {percent(after.rate)}".replace(" ", "\u00a0")  # kept on one line
-    moved = f"Held-out pass rate {figures}"
     if noise:
         text = f"{spread}, which holds 0: more held-out executions, or more than {steps} steps, would tell."
         return Verdict("flat", f"{moved}: within noise", text, before, after, change)
