@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from record_making import Talk, chain, ids, meta, reply
 
 from opengyre.errors import RecordError
 from opengyre.record.call import CommittedCall, digest_ids
+from opengyre.record.draw import check_tree
 from opengyre.record.tree import ROOT, Tree
 from opengyre.record.types import Finish
 
@@ -256,3 +259,35 @@ def test_a_reply_with_broken_parts_is_refused():
     for change in ({"tail_ids": np.array([1.0])}, {"marks": ((b"", 4), (b"", 2))}, {"prompt_digest": b""}):
         with pytest.raises(RecordError):
             CommittedCall(**{n: getattr(good, n) for n in CommittedCall.__slots__} | change)
+
+
+def test_a_place_between_two_nodes_has_one_name():
+    talk = Talk()
+    talk.say([SYSTEM, TASK], (500,))
+    prompt, reply_node = talk.say([SYSTEM, TASK, (500,), TOOL], (501,))
+    start = talk.tree.node(prompt).start
+    at = talk.tree.at("call-0001", start)
+    assert (at.node, at.offset, at.via) == (talk.tree.node(prompt).parent, 2, "call-0000")
+    assert talk.tree.at("call-0001", talk.tree.node(reply_node).start).node == prompt
+    assert talk.tree.at("call-0001", 0).node == ROOT
+
+
+def test_tokens_are_never_shared_inside_a_reply():
+    talk = Talk()
+    talk.say([SYSTEM], (500, 501))
+    inside = talk.tree.at("call-0000", 6)  # after the first sampled token
+    at, left = talk.tree.extend(inside, ids(501, 1))
+    assert at == inside and left.tolist() == [501, 1]
+
+
+def test_threads_may_commit_on_one_place():
+    talk = Talk()
+    talk.say([SYSTEM, TASK], (500,))
+    calls = [talk.prepare([SYSTEM, TASK, (500,), (600 + i % 4,)], (700 + i,)) for i in range(24)]
+    threads = [threading.Thread(target=lambda c=c: [talk.tree.commit(x) for x in c]) for c in (calls[::2], calls[1::2])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(talk.tree.calls()) == 25 and len(talk.tree.leaves()) == 24
+    assert talk.tree.unique_tokens == 8 + 2 + 4 * 3 + 24 * 2 and check_tree(talk.tree) == []

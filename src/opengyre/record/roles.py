@@ -75,7 +75,7 @@ def qwen_code(meta: CallMeta, around: Around) -> Kind:
 
     Which agent a summary is of is not said; it is of the one whose call came before.
     """
-    if "summarizes internal chat history" in meta.system_head:
+    if meta.system_head.startswith("You are the component that summarizes internal"):
         return Kind(around.before.sub, True)
     return Kind(meta.system_head != around.main.system_head, False)
 
