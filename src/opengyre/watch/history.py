@@ -141,10 +141,10 @@ class History:
         self.ended = None
         self.lives.append(t)
         self._claims.clear()
-        for lane in self.lanes.values():
-            lane.enter(t, Phase.OFF, "off", "run resumed")
         for cell in e.get("cells") or ():
             self._lane(cell["cell"]).core = bool(cell.get("core"))
+        for lane in self.lanes.values():
+            lane.enter(t, Phase.OFF, "off", "not started yet")
 
     def _lane(self, name: str) -> Lane:
         return self.lanes.setdefault(name, Lane(name))

@@ -283,7 +283,8 @@ class Learning extends Chart {
   draw(g) {
     if (!D.steps.length && !D.evals.length) return this.empty("No step and no evaluation yet.");
     const rewards = D.steps.map((s) => s.reward_mean).filter((v) => v != null);
-    this.yAxis(Math.min(0, ...rewards), Math.max(1, ...rewards), (v) => Math.round(100 * v) + " %", 4);
+    const pad = 0.05; // marks at 0 and 100 % are whole
+    this.yAxis(Math.min(0, ...rewards) - pad, Math.max(1, ...rewards) + pad, (v) => Math.round(100 * v) + " %", 4);
     this.boundaries();
     const curve = (key, stroke, dash, dots) => {
       const pts = D.steps.filter((s) => s[key] != null);
