@@ -17,7 +17,7 @@ from typing import NamedTuple
 from opengyre.record.tree import Tree
 from opengyre.record.types import CallMeta, Role
 
-# The request headers that rules read, lower-case; the proxy keeps these in ``CallMeta.headers`` and no others.
+# The request headers that rules read, lower-case; the proxy keeps at least these in ``CallMeta.headers``.
 ROLE_HEADERS = frozenset(
     {"user-agent", "x-claude-code-agent-id", "x-parent-session-id", "x-codex-parent-thread-id", "x-openai-subagent"}
 )
