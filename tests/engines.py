@@ -50,6 +50,8 @@ class ScriptedEngine:
         gate: each token waits for it; clear it to hold the engine.
         stop_after: end calls as ``stop_as`` after so many tokens: ``preempted``, ``aborted``, or ``dies``.
         refuses: raise EngineError at once.
+        breaks_logprobs: send one log-probability too few with each chunk.
+        pace_s: seconds between two chunks.
     """
 
     def __init__(self, name: str, script: Script, *, version: int = 0, chunk: int = 1) -> None:
@@ -60,6 +62,7 @@ class ScriptedEngine:
         self.stop_as = "preempted"
         self.refuses = False
         self.breaks_logprobs = False
+        self.pace_s = 0.0
         self.requests: list[GenerateRequest] = []
         self.running: set[str] = set()
         self.most_running = 0
@@ -106,7 +109,7 @@ class ScriptedEngine:
             async with self.sampled:
                 self.tokens += len(step)
                 self.sampled.notify_all()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pace_s)
 
     async def load(self) -> EngineLoad:
         return EngineLoad(len(self.running), 0, 0, self.version, not self.refuses)

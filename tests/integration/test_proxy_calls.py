@@ -235,6 +235,34 @@ async def test_keep_alive_while_the_engine_is_silent(tmp_path):  # P16
         assert json.loads(raw)["content"][0]["text"] == "more"
 
 
+async def test_pings_go_on_while_a_call_is_sampled_in_silence(tmp_path):  # P16
+    async with opened(tmp_path, keepalive_s=0.02, stream_tokens=True) as door:
+        door.engine("a").pace_s = 0.002
+        door.script.replies = [f'<tool_call>\n{{"name": "write", "arguments": {{"text": "{"x" * 60}"}}}}\n</tool_call>']
+        got = [e["type"] for e in await door.stream(PATH, body("hi", max_tokens=256))]
+        assert got.count("ping") >= 3 and set(got[1 : got.index("content_block_start")]) == {"ping"}
+
+
+async def test_a_clients_token_probe_is_not_trained(tmp_path):
+    async with opened(tmp_path) as door:
+        door.engine("a")
+        assert (await door.post(PATH, body("hi", max_tokens=1)))[0] == 200
+        path, record = path_of(door, 0)
+        assert record.usable and path.sampled.sum() == 1 and not path.trainable.any()
+
+
+async def test_an_ending_run_takes_no_more_calls(tmp_path):
+    async with opened(tmp_path) as door:
+        a = door.engine("a")
+        call = asyncio.create_task(door.post(PATH, body("hi")))
+        await a.until_sampled(1)
+        a.gate.clear()
+        await door.driver.stop()
+        assert (await call)[0] in (200, 409) and not a.running and not door.session.live
+        assert (await door.post(PATH, body("more")))[0] == 529
+        assert len(door.session.tree.calls()) == 1
+
+
 async def test_missing_logprobs_are_kept_and_not_trained(tmp_path):  # P13, P14
     async with opened(tmp_path) as door:
         a = door.engine("a", chunk=4)
@@ -303,6 +331,8 @@ async def test_closing_a_session_ends_its_calls(tmp_path):
         await a.until_sampled(2)
         a.gate.clear()
         door.sessions.close("e")
+        await door.driver.settled(door.session)
+        assert len(door.session.tree.calls()) == 2 and not a.running
         status, _ = await call
         assert status in (200, 409)
         got = await stream

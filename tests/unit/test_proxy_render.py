@@ -188,6 +188,27 @@ def test_a_broken_call_stays_text(text):  # P27
     assert turn.parts == (Text(text),)
 
 
+def test_tagged_calls_get_their_types_from_the_tool():
+    properties = {"path": {"type": "string"}, "line": {"type": "integer"}, "all": {"type": "boolean"}, "x": {}}
+    tool = Tool("edit", "", {"type": "object", "properties": properties})
+    text = (
+        "Now.\n<tool_call>\n<function=edit>\n<parameter=path>\n1\n</parameter>\n<parameter=line>\n3\n</parameter>\n"
+        "<parameter=all>\nyes\n</parameter>\n<parameter=new>\n  a\n</parameter>b\n\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    turn = parse(text, tools=(tool,))
+    assert turn.calls[0].arguments == {"path": "1", "line": 3, "all": "yes", "new": "  a\n</parameter>b\n"}
+    assert turn.parts[0] == Text("Now.") and turn.calls[0].name == "edit"
+    assert parse("<tool_call>\n<function=f>\n</function>\n</tool_call>").calls[0].arguments == {}
+    for cut in (
+        "<function=edit>\n<parameter=path>\n1\n",
+        "<function=edit>\n<parameter=path>\n1\n</function>",
+        "<function=>",
+    ):
+        turn = parse(f"<tool_call>\n{cut}\n</tool_call>", tools=(tool,))
+        assert turn.calls == () and turn.malformed == 1
+
+
 def test_stop_strings_cut_the_visible_text():  # P09
     turn = parse("a b STOPHERE c", "stop_sequence", stop=("STOPHERE",))
     assert turn.parts == (Text("a b "),) and turn.stop_sequence == "STOPHERE"

@@ -113,6 +113,7 @@ class _Door:
             session: Session | None = None
             try:
                 session = self._sessions.authorise(request.match_info["execution"], _keys(request))
+                session.check_open()
                 return await handler(request, dialect, session)
             except OpenGyreError as error:
                 if session is not None:
@@ -187,21 +188,25 @@ class _Door:
         await response.write(emitter.open())
         asked = live.prepared.conversation
         text = TextStream(self._driver.renderer, asked.stop_sequences, asked.thinking)
-        seen = 0
+        seen, now = 0, asyncio.get_running_loop().time
+        silent_since = now()
         while not live.done:
-            waiting = live.progress(seen) if self._config.stream_tokens else live.result()
-            news = asyncio.ensure_future(waiting)
+            due = silent_since + self._config.keepalive_s
+            news = asyncio.ensure_future(live.progress(seen) if self._config.stream_tokens else live.result())
             try:
-                awake = await _within(news, self._config.keepalive_s)
+                await _within(news, max(0.0, due - now()))
             finally:
                 news.cancel()
-            if not awake:
-                await response.write(emitter.ping())
-            elif self._config.stream_tokens:
+            frames = b""
+            if self._config.stream_tokens:
                 fresh = live.sampled.ids[seen:]
                 seen += len(fresh)
-                if frames := b"".join(emitter.delta(kind, piece) for kind, piece in text.feed(fresh)):
-                    await response.write(frames)
+                frames = b"".join(emitter.delta(kind, piece) for kind, piece in text.feed(fresh))
+            if not frames and not live.done and now() >= due:  # tokens may come and still release nothing
+                frames = emitter.ping()
+            if frames:
+                await response.write(frames)
+                silent_since = now()
         try:
             last = emitter.close(_complete(await live.result(), live))
         except OpenGyreError as error:

@@ -94,6 +94,7 @@ class CallDriver:
         self.renderer, self.router, self.sessions = renderer, router, sessions
         self._clock = clock
         self._running: dict[asyncio.Task[None], LiveCall] = {}
+        self._stopped = False
         sessions.on_end(self._end_session)
 
     # -- handlers come and go ----------------------------------------------------------------------------------------
@@ -101,8 +102,11 @@ class CallDriver:
     async def start(self, session: Session, prepared: Prepared) -> LiveCall:
         """Join the running call of the same request, take up a reply that was lost on its way, or begin.
 
-        The caller must ``leave`` the call when it is done with it. Raises Refusal when the session takes no more calls.
+        The caller must ``leave`` the call when it is done with it. Raises Refusal when the session takes no more calls,
+        EngineError when the run is ending.
         """
+        if self._stopped:
+            raise EngineError("the run is ending", where="proxy")
         identity = prepared.identity
         while (live := session.live.get(identity)) is not None and live.abort.is_set():
             await live.ended.wait()  # never two generations of one request
@@ -143,8 +147,14 @@ class CallDriver:
         session.lost.clear()
         self.router.forget(session.execution_id)
 
+    async def settled(self, session: Session) -> None:
+        """Wait until no call of a session runs; after ``Sessions.close`` its tree is final then."""
+        while session.live:
+            await next(iter(session.live.values())).ended.wait()
+
     async def stop(self) -> None:
-        """End all calls; what was sampled is recorded. Returns when nothing runs."""
+        """Take no more calls and end all that run; what was sampled is recorded. Returns when nothing runs."""
+        self._stopped = True
         for live in self._running.values():
             live.abort.set()
         if self._running:
@@ -266,7 +276,11 @@ class CallDriver:
     def _turn(self, live: LiveCall, finish: Finish) -> Turn:
         conversation = live.prepared.conversation
         turn = self.renderer.parse(
-            live.sampled.ids, finish.value, thinking=conversation.thinking, stop=conversation.stop_sequences
+            live.sampled.ids,
+            finish.value,
+            thinking=conversation.thinking,
+            tools=conversation.tools,
+            stop=conversation.stop_sequences,
         )
         signed = (replace(p, signature=signature(live.call_id)) if isinstance(p, Thinking) else p for p in turn.parts)
         return replace(turn, parts=tuple(signed))

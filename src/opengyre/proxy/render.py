@@ -245,14 +245,16 @@ class Renderer:
         finish: str,
         *,
         thinking: bool | None = None,
+        tools: Sequence[Tool] = (),
         stop: Sequence[str] = (),
         mint: Callable[[], str] = mint_call_id,
     ) -> Turn:
-        """Read sampled ids as a turn. ``thinking`` is the conversation's; ``stop`` are the harness's stop strings."""
+        """Read sampled ids as a turn. ``thinking``, ``tools`` and ``stop`` (strings) are the conversation's."""
         return read_turn(
             self.decode(self.without_stop(ids)),
             complete=finish in ("stop", "stop_sequence"),
             thinking_open=self.opens_thinking(thinking),
+            tools=tools,
             stop=stop,
             mint=mint,
         )

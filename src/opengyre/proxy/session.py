@@ -114,10 +114,14 @@ class Session:
         """True when no further call is let in."""
         return self.state is State.CLOSED
 
+    def check_open(self) -> None:
+        """Raises Refusal (409) when closed."""
+        if self.closed:
+            raise Refusal("this execution has ended", status=409)
+
     def admit(self) -> None:
         """Count a call in. Raises Refusal: 409 when closed, 403 when its calls are used up."""
-        if self.closed:
-            raise Refusal("this execution has ended", status=409, kind="invalid_request_error")
+        self.check_open()
         if self.started >= self.max_calls:
             raise Refusal(f"all {self.max_calls} model calls are used up", status=403, kind="permission_error")
         self.started += 1
