@@ -1,7 +1,7 @@
 """What the policy sampled, read as a turn: reasoning, text, tool calls.
 
     <think> reasoning </think> text <tool_call> {"name": …, "arguments": {…}} </tool_call> …              Hermes, Qwen3
-                                    <tool_call> <function=name> <parameter=key> value … </tool_call>     Qwen3-Coder, 3.5
+                                    <tool_call> <function=name> <parameter=key> value … </tool_call>    Qwen3-Coder, 3.5
 
 A call that is cut, malformed or without arguments stays text and is flagged: an invented ``{}`` would make the harness
 do something the policy never said.
