@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from opengyre.rollout.torch_model import causal_bias
 from opengyre.rollout.torch_rows import KVRows
@@ -102,17 +102,23 @@ class DirectRunner:
         end = start + n
         rows.extend(row, n)
         groups = self.heads // self.kv_heads
-        bias = causal_bias(start, n, rows).repeat(groups, 1) if n > 1 else None
+        bias = causal_bias(start, n, rows) if start and n > 1 else None  # from 0 the kernel skips the upper half itself
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = rows.keys[layer][row], rows.values[layer][row]
             keys[:, start:end], values[:, start:end] = k.transpose(0, 1), v.transpose(0, 1)
-            # [n, kv, group, dim] -> [kv, group * n, dim]: grouped heads share keys without repeating them
-            q = q.view(n, self.kv_heads, groups, self.dim).permute(1, 2, 0, 3).reshape(self.kv_heads, groups * n, -1)
+            # [n, kv, group, dim] -> [group, kv, n, dim]: the groups are a batch that shares keys at stride 0
+            q = q.view(n, self.kv_heads, groups, self.dim).permute(2, 1, 0, 3)
+            shape = (groups, -1, -1, -1)
             out = scaled_dot_product_attention(
-                q[None], keys[None, :, :end], values[None, :, :end], attn_mask=bias, scale=self.scale
+                q,
+                keys[None, :, :end].expand(shape),
+                values[None, :, :end].expand(shape),
+                attn_mask=bias,
+                is_causal=start == 0 and n > 1,
+                scale=self.scale,
             )
-            return out.view(self.kv_heads, groups, n, self.dim).permute(2, 0, 1, 3).reshape(n, -1)
+            return out.permute(2, 1, 0, 3).reshape(n, -1)
 
         return self._forward(ids, self.cos[start:end, None], self.sin[start:end, None], attend, last=True)[0]
 
@@ -158,7 +164,7 @@ class DirectRunner:
         last: bool,
     ) -> Tensor:
         body = self.model.model
-        x = body.embed_tokens.weight[torch.tensor(ids, device=cos.device)]
+        x = embedding(torch.tensor(ids, device=cos.device), body.embed_tokens.weight)
         n, heads, dim = len(ids), self.heads, self.dim
         eps, eps_dim = self.hidden * self.epsilon, dim * self.epsilon
         for number, layer in enumerate(self.layers):

@@ -130,6 +130,7 @@ class TorchEngine:
         self._orders += 1
         self._waiting.append(call)
 
+    @torch.inference_mode()
     def abort(self, call_id: str) -> None:
         """Drop a call at once; its last chunk comes with the next step. An unknown id is fine (it just finished)."""
         for call in self._calls():

@@ -42,7 +42,8 @@ class Runner(Protocol):
 
 
 def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype) -> nn.Module:
-    """Load a causal LM from a local folder, ready to sample: evaluation mode, sdpa attention.
+    """Load a causal LM from a local folder, ready to sample: evaluation mode, sdpa attention where the model
+    has it (the library's default).
 
     Raises:
         ConfigError: the folder is missing or broken; names the path and what a model folder needs.
@@ -54,9 +55,7 @@ def load_model(path: str | Path, device: str | torch.device, dtype: torch.dtype)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ConfigError(f"no weights in {folder}", where="model.path", right=needs)
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=dtype, attn_implementation="sdpa"
-        )
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
     except Exception as cause:  # the loader raises whatever a broken file makes it raise
         text = str(cause).strip().split("\n")[0]
         raise ConfigError(
