@@ -62,7 +62,8 @@ class Channel:
         self._waiting[number] = future
         try:
             self._send([_CALL, number, op, args])
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await future
         except TimeoutError:
             raise CellError(f"did not answer {op} within {timeout_s} s", where=self.peer) from None
         finally:

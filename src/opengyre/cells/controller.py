@@ -39,6 +39,8 @@ class Work(msgspec.Struct, frozen=True):
     running: int
     unfinished_groups: int
     admissible_queries: int
+    step_groups: int
+    ready_groups: int
 
 
 class Controller:
@@ -66,12 +68,13 @@ class Controller:
         self._config, self._cluster, self._policy, self._events = config, cluster, policy, events
         self._work, self._restore_core, self._on_roles = work, restore_core, on_roles
         self._switch_costs: list[float] = []
+        self._switches = 0
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._restarts: dict[str, int] = {}
         self._controlling: asyncio.Task[None] | None = None
         self._closing = False
         for cell in cells:
-            cell.on_change = self._changed
+            cell.connect(published=lambda: self.published, on_change=self._changed)
 
     # --- start and end
 
@@ -114,7 +117,7 @@ class Controller:
 
     async def bring_up_to_date(self, cell: str) -> None:
         """Make ``cell`` hold the published weights."""
-        await self.cells[cell].pull(self.published)
+        await self.cells[cell].pull()
 
     def open(self, step: OpenStep) -> None:
         """``step`` takes gradients from now on."""
@@ -154,11 +157,16 @@ class Controller:
             running=work.running,
             unfinished_groups=work.unfinished_groups,
             admissible_queries=work.admissible_queries,
+            step_groups=work.step_groups,
+            ready_groups=work.ready_groups,
             claimable_micro_steps=step.claimable if step else 0,
+            claimed_micro_steps=step.claimed if step else 0,
+            micro_step_s=step.micro_step_s if step else None,
             step_open=step is not None,
             step_full=step is not None and step.closed,
             version=self.published.version,
             switch_cost_s=statistics.median(self._switch_costs) if self._switch_costs else None,
+            switches=self._switches,
         )
 
     async def _control(self) -> None:
@@ -194,10 +202,10 @@ class Controller:
         try:
             async with asyncio.timeout(self._config.cells.switch_deadline_s):
                 if role == "train":
-                    switch = await cell.to_training(self.published, self._loop(cell), reason)
+                    switch = await cell.to_training(self._loop(cell), reason)
                     self._watch_training(cell)
                 else:
-                    switch = await cell.to_rollout(self.published, reason)
+                    switch = await cell.to_rollout(reason)
             self._switched(cell, switch)
         except (CellError, TimeoutError) as error:
             await self._replace(cell, f"switch to {role} failed: {error or 'deadline'}")
@@ -209,6 +217,7 @@ class Controller:
 
     def _switched(self, cell: LiveCell, switch: Switch) -> None:
         self._switch_costs = [*self._switch_costs[-20:], switch.total_s]
+        self._switches += 1
         self._events.emit(
             "switch",
             cell=cell.name,
@@ -278,12 +287,12 @@ class Controller:
             cell.train(self._loop(cell), reason)
             self._watch_training(cell)
         else:
-            await cell.first_serve(self.published, reason)
+            await cell.first_serve(reason)
         self.pulse.beat()
 
     async def _pull_or_lose(self, cell: LiveCell) -> None:
         try:
-            await cell.pull(self.published)
+            await cell.pull()
         except CellError as error:
             await self._replace(cell, str(error))
 

@@ -84,7 +84,6 @@ class LiveCell:
         events: EventLog,
     ) -> None:
         self.spec = spec
-        self.on_change: Callable[[], None] = lambda: None
         self.engine = CellEngine(spec.name)
         self.version = -1
         self.training: asyncio.Task[None] | None = None
@@ -92,7 +91,13 @@ class LiveCell:
         self._process: CellProcess | None = None
         self._loop: TrainingLoop | None = None
         self._machine, self._events = machine, events
+        self._published: Callable[[], Published] = lambda: Published(-1, {})
+        self._on_change: Callable[[], None] = lambda: None
         self._router, self._slots, self._kv_transfer = router, slots, kv_transfer
+
+    def connect(self, *, published: Callable[[], Published], on_change: Callable[[], None]) -> None:
+        """Where the weights to hold are found, and who hears of each change of state."""
+        self._published, self._on_change = published, on_change
 
     @property
     def name(self) -> str:
@@ -145,13 +150,13 @@ class LiveCell:
         self.training = self.switching = None
         self._to(CellState.DEAD, reason)
 
-    async def pull(self, weights: Published) -> None:
-        """Hold ``weights``; calls that run here go on with them."""
-        if self.version != weights.version:
+    async def pull(self) -> None:
+        """Hold the weights that are published by then; calls that run here go on with them."""
+        while self.version != (weights := self._published()).version:
             await self.process.call("pull", ref=weights.ref, version=weights.version)
             self.version = weights.version
 
-    async def to_training(self, weights: Published, loop: TrainingLoop, reason: str) -> Switch:
+    async def to_training(self, loop: TrainingLoop, reason: str) -> Switch:
         """Leave the rollout role and join the open step."""
         switch = Switch("rollout>train")
         self._to(CellState.DRAINING, reason)
@@ -164,7 +169,7 @@ class LiveCell:
             await self.process.call("release", regions=["kv"])
         self._to(CellState.JOINING_TRAINING, reason)
         with switch.phase("pull_s"):
-            await self.pull(weights)
+            await self.pull()
         self.train(loop, reason)
         return switch
 
@@ -176,7 +181,7 @@ class LiveCell:
         self._loop = loop
         self.training = asyncio.create_task(loop.run(), name=f"{self.name} training")
 
-    async def to_rollout(self, weights: Published, reason: str) -> Switch:
+    async def to_rollout(self, reason: str) -> Switch:
         """Hand over what is held, leave the training role and serve."""
         switch = Switch("train>rollout")
         self._to(CellState.FLUSHING, reason)
@@ -189,21 +194,22 @@ class LiveCell:
                 await self.process.call("drop_gradients")
         with switch.phase("pull_s"):
             self._to(CellState.PULLING, reason)
-            await self.pull(weights)
+            await self.pull()
         with switch.phase("resume_s"):
             await self._serve(reason)
         return switch
 
-    async def first_serve(self, weights: Published, reason: str) -> None:
+    async def first_serve(self, reason: str) -> None:
         """A fresh process takes the rollout role."""
         self._to(CellState.PULLING, reason)
-        await self.pull(weights)
+        await self.pull()
         await self._serve(reason)
 
     async def _serve(self, reason: str) -> None:
         """Take engine memory back, then enter the balancer: last."""
         self._to(CellState.JOINING_ROLLOUT, reason)
         await self.process.call("resume", regions=list(REGIONS))
+        await self.pull()  # a step may have been committed meanwhile; from here on nothing is awaited
         self._to(CellState.ROLLOUT, reason)
         self._router.add(self.engine, self._slots)
 
@@ -211,4 +217,4 @@ class LiveCell:
         self._machine.to(state, reason)
         pid = self._process.pid if self._process is not None else None
         self._events.emit("cell", cell=self.name, state=state.value, reason=reason, pid=pid)
-        self.on_change()
+        self._on_change()

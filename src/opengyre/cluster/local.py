@@ -49,7 +49,8 @@ class LocalCell:
         """Ask the process to end; kill it after ``grace_s``."""
         self._channel.notify("exit")
         try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

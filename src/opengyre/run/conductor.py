@@ -109,11 +109,12 @@ class Conductor:
     def _completed(self, query_id: str, results: list[ExecutionResult]) -> None:
         self._journal.complete(query_id)
         self._results[query_id] = results
-        if any(r.reward is not None for r in results) or self._config.samples.infra_placeholder:
-            self._assembler.complete(query_id)
+        scored = any(r.reward is not None for r in results) or self._config.samples.infra_placeholder
+        if scored and self._assembler.complete(query_id):
             state = "complete"
         else:
-            self._assembler.drop(query_id)
+            if not scored:
+                self._assembler.drop(query_id)
             self._journal.drop(query_id)
             state = "dropped"
         self._events.emit("query", query=query_id, task=results[0].task_id, state=state)

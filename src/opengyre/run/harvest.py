@@ -7,7 +7,7 @@ group complete ─▶ group():    advantage ─▶ selection ─▶ samples ─�
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,16 @@ class Harvest:
         for sample in group.samples:
             by_execution[sample.execution_id].append(sample)
         for result in results:
-            self._note(result, by_execution.get(result.execution_id, []))
             if result.execution_id in trees:
+                self.note(result, by_execution[result.execution_id])
                 self._show(result, trees[result.execution_id], roles[result.execution_id], by_execution)
         return group
 
     def _tree(self, execution_id: str) -> Tree:
         return self._trees(execution_id) or self._store.load_tree(execution_id)
 
-    def _note(self, result: ExecutionResult, samples: list[Sample]) -> None:
+    def note(self, result: ExecutionResult, samples: Sequence[Sample] = ()) -> None:
+        """Store how an execution ended and what of it is trained."""
         outcome = msgspec.to_builtins(result)
         outcome["samples"] = [
             {"sample": s.sample_id, "role": s.role.value, "tokens": s.tokens, "nodes": list(_trained_nodes(s))}

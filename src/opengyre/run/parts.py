@@ -34,9 +34,8 @@ from opengyre.run.journal import DROPPED, Journal, QueryRow
 from opengyre.run.preflight import Prepared
 from opengyre.run.states import ExecutionStates
 from opengyre.samples.assemble import Assembler, AssemblerState, Pending
+from opengyre.transfer.shared_memory import SharedMemoryTransfer
 from opengyre.watch.events import EventLog
-
-_CORE_ROLLS_OUT = ("colocate", "lend")  # policies under which the core cell leaves the training role
 
 
 @dataclass
@@ -91,11 +90,14 @@ async def assemble_parts(prepared: Prepared, events: EventLog) -> AsyncIterator[
         runner = Runner(config, prepared.harness, door, run_dir / "executions", states)
         flow = _Flow(config, events, assembler)
         groups, held_out = (flow.group_runner(runner, states) for _ in range(2))
+        run_id = f"{os.getpid()}-{run_dir.name}"
+        stack.callback(SharedMemoryTransfer(run_id).close)
+        policy = make_policy(config)
         controller = Controller(
             config,
-            _cells(config, prepared, router, events),
+            _cells(prepared, run_id, router, events, core_may_leave=policy.moves_core),
             LocalCluster(run_dir / "logs"),
-            make_policy(config.schedule.policy, config),
+            policy,
             events,
             work=flow.work,
             restore_core=_core_restorer(run_dir),
@@ -141,6 +143,8 @@ class _Flow:
             running=sum(g.running for g in self._runners),
             unfinished_groups=len(self._assembler.running),
             admissible_queries=self._assembler.admissible(),
+            step_groups=len(self._assembler.step_groups),
+            ready_groups=len(self._assembler.ready),
         )
 
     def set_limits(self) -> None:
@@ -162,23 +166,30 @@ class _Flow:
             self.controller.pulse.beat()
 
 
-def _cells(config: RunConfig, prepared: Prepared, router: Router, events: EventLog) -> list[LiveCell]:
+def cell_names(config: RunConfig) -> list[tuple[str, bool]]:
+    """(name, is the core) of every cell, in the run's order."""
+    return [("core", True), *((f"satellite-{n}", False) for n in range(1, config.cells.satellites + 1))]
+
+
+def _cells(
+    prepared: Prepared, run_id: str, router: Router, events: EventLog, *, core_may_leave: bool
+) -> list[LiveCell]:
+    config = prepared.config
     cpus = sorted(os.sched_getaffinity(0))
-    names = ["core", *(f"satellite-{n}" for n in range(1, config.cells.satellites + 1))]
     return [
         LiveCell(
             CellSpec(
                 name=name,
-                core=place == 0,
-                run_id=f"{os.getpid()}-{prepared.run_dir.name}",
+                core=core,
+                run_id=run_id,
                 config=msgspec.to_builtins(config),
                 model_path=str(prepared.model_dir),
                 cpu=cpus[place % len(cpus)] if config.cells.pin else None,
             ),
             CellMachine(
                 name,
-                core=place == 0,
-                core_may_leave=config.schedule.policy in _CORE_ROLLS_OUT,
+                core=core,
+                core_may_leave=core_may_leave,
                 deadline_s=config.cells.switch_deadline_s,
                 clock=lambda: events.now,
             ),
@@ -187,7 +198,7 @@ def _cells(config: RunConfig, prepared: Prepared, router: Router, events: EventL
             kv_transfer=config.cells.kv_transfer,
             events=events,
         )
-        for place, name in enumerate(names)
+        for place, (name, core) in enumerate(cell_names(config))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 
 class Pulse:
@@ -22,7 +23,6 @@ class Pulse:
         """Return when the count has passed ``seen``, or after ``timeout_s``."""
         if self.count > seen:
             return
-        try:
-            await asyncio.wait_for(self._event.wait(), timeout_s)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._event.wait()

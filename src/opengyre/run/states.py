@@ -46,5 +46,7 @@ class ExecutionStates:
             detail=result.detail[-300:] if result.reward is None else "",
             **(self._harvest.figures(execution_id) if result.calls else {}),
         )
+        if self._door.tree(execution_id) is not None:
+            self._harvest.note(result)
         if held_out or result.reward is None:
             self._door.forget(execution_id)

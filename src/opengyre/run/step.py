@@ -10,10 +10,11 @@ for a claim or for the end of the step.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from opengyre.run.pulse import Pulse
-from opengyre.samples.ledger import Claim, StepLedger, Verdict
+from opengyre.samples.ledger import Claim, MicroState, StepLedger, Verdict
 from opengyre.samples.types import Sample
 from opengyre.training.base import MicroStats
 from opengyre.watch.events import EventLog
@@ -58,6 +59,17 @@ class OpenStep:
     def claimable(self) -> int:
         """Micro-steps that a claim could get now."""
         return self._ledger.claimable
+
+    @property
+    def claimed(self) -> int:
+        """Micro-steps being computed or held in a cell's sum."""
+        return self._ledger.number(MicroState.CLAIMED, MicroState.HELD)
+
+    @property
+    def micro_step_s(self) -> float | None:
+        """What a micro-step of this step took so far, median seconds."""
+        took = [stats.seconds for stats in self.stats()]
+        return statistics.median(took) if took else None
 
     @property
     def micro_steps(self) -> int:

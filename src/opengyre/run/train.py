@@ -10,10 +10,10 @@ from typing import TextIO
 
 from opengyre.errors import OpenGyreError
 from opengyre.run.conductor import Conductor
-from opengyre.run.parts import assemble_parts
+from opengyre.run.parts import assemble_parts, cell_names
 from opengyre.run.preflight import Prepared, claim_run_dir
 from opengyre.run.summary import Summary
-from opengyre.watch.events import EventLog
+from opengyre.watch.events import EventLog, read
 from opengyre.watch.metrics import MetricsWriter
 from opengyre.watch.report import write_report
 from opengyre.watch.terminal import make_view
@@ -37,12 +37,14 @@ def train(prepared: Prepared, output: TextIO) -> Summary:
 
 async def _train(prepared: Prepared, output: TextIO) -> Summary:
     config, run_dir = prepared.config, prepared.run_dir
-    events = EventLog(run_dir / "events.jsonl")
+    log = run_dir / "events.jsonl"
+    past = list(read(log)) if log.exists() else []
+    events = EventLog(log)
     with contextlib.ExitStack() as stack:
         stack.callback(events.close)
-        view = make_view(config.watch, output)
+        view = make_view(config.watch, output, past)
         stack.callback(view.close)
-        metrics = MetricsWriter(run_dir / "metrics.jsonl")
+        metrics = MetricsWriter(run_dir / "metrics.jsonl", past)
         stack.callback(metrics.close)
         events.listen(view)
         events.listen(metrics)
@@ -54,7 +56,7 @@ async def _train(prepared: Prepared, output: TextIO) -> Summary:
             steps=config.steps,
             seed=config.seed,
             learning_rate=config.train.learning_rate,
-            cells=["core", *(f"satellite-{n + 1}" for n in range(config.cells.satellites))],
+            cells=[{"cell": name, "core": core} for name, core in cell_names(config)],
         )
         reason = "stopped"
         try:
