@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from opengyre.proxy import keys
 from opengyre.proxy.conversation import Conversation, Message, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.dialects.messages import Messages
 from opengyre.proxy.history import History
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+REWRITTEN = json.loads((GOLDEN / "claude_code" / "rewritten_turns.json").read_text())
 
 USER = Message("user", (Text("go"),))
 SAID = Message(
@@ -99,3 +107,25 @@ def test_an_undelivered_turn_is_not_taken_for_the_delivered_one():
     history.remember(key, kept, delivered=True)
     history.remember(key, lost, delivered=False)
     assert read(history, USER, Message("assistant", (Text("Done."),))).conversation.messages[1] == kept
+
+
+def sent(step: dict) -> Message:
+    """A turn as it was given to the client: tool inputs in their raw form."""
+    content = [
+        {**b, "input": json.loads(b["raw"])} if "raw" in b else b
+        for b in step["sent"]
+        if b["type"] in ("thinking", "text", "tool_use")
+    ]
+    return Messages().parse({"messages": [{"role": "assistant", "content": content}]}).messages[0]
+
+
+@pytest.mark.parametrize("step", REWRITTEN, ids=[step["step"] for step in REWRITTEN])
+def test_turns_rewritten_by_claude_code_are_the_originals(step):
+    """Captured from Claude Code 2.1.220: what it was sent, and what it sent back as its history."""
+    history, original = History(), sent(step)
+    asked = read(history, USER)
+    history.remember(asked.keys[-1], original, delivered=True)
+    back = Messages().parse({"messages": [{"role": "assistant", "content": step["came_back"]}]}).messages[0]
+    got = read(history, USER, back)
+    assert got.conversation.messages[1] == original
+    assert got.keys[1] == keys.extend(asked.keys[-1], original)
