@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 NAMES = (  # short common words: few tokens each, and none of them hints at a behaviour
-    *("price", "stock", "order", "cost", "gain", "rate", "size", "page"),
-    *("slot", "lane", "load", "tier", "team", "room", "seat", "rank"),
+    *("price", "stock", "cost", "rate", "size", "page"),
+    *("lane", "load", "tier", "team", "room", "seat"),
 )
 CONSTANTS = range(2, 10)  # one digit, one token; 0 and 1 make several behaviours trivial
 
@@ -32,14 +32,14 @@ class Behaviour:
 BEHAVIOURS: dict[str, Behaviour] = {
     b.key: b
     for b in (
-        Behaviour("cap", "x", "x but at most {n}", "min(x, {n})", "max(x, {n})"),
-        Behaviour("floor", "x", "x but at least {n}", "max(x, {n})", "min(x, {n})"),
-        Behaviour("up", "x", "x rounded up to a multiple of {n}", "-(-x // {n}) * {n}", "x // {n} * {n}"),
-        Behaviour("divides", "x", "True if {n} divides x", "x % {n} == 0", "x // {n} == 0"),
-        Behaviour("first", "s", "the first {n} of s", "s[:{n}]", "s[{n}:]"),
-        Behaviour("last", "s", "the last {n} of s", "s[-{n}:]", "s[:-{n}]"),
-        Behaviour("over", "s", "how many of s are over {n}", "sum(v > {n} for v in s)", "sum(v >= {n} for v in s)"),
-        Behaviour("top", "s", "the {n} biggest of s, big to small", "sorted(s)[::-1][:{n}]", "sorted(s)[:{n}]"),
+        Behaviour("cap", "x", "x at most {n}", "min(x, {n})", "max(x, {n})"),
+        Behaviour("floor", "x", "x at least {n}", "max(x, {n})", "min(x, {n})"),
+        Behaviour("up", "x", "x up to a multiple of {n}", "-(-x // {n}) * {n}", "x // {n} * {n}"),
+        Behaviour("divides", "x", "is x a multiple of {n}", "x % {n} == 0", "x // {n} == 0"),
+        Behaviour("first", "s", "first {n} of s", "s[:{n}]", "s[{n}:]"),
+        Behaviour("last", "s", "last {n} of s", "s[-{n}:]", "s[:-{n}]"),
+        Behaviour("over", "s", "count of s over {n}", "sum(v > {n} for v in s)", "sum(v >= {n} for v in s)"),
+        Behaviour("top", "s", "top {n} of s", "sorted(s)[::-1][:{n}]", "sorted(s)[:{n}]"),
     )
 }
 

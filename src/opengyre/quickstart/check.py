@@ -3,7 +3,7 @@
 Usage: ./check [MODULE...]. Like a real build it takes its time, now and then a lot of it.
 """
 
-# ruff: noqa: PTH, SIM105
+# ruff: noqa: PTH109, PTH113, PTH123
 # (pathlib and contextlib would double the time this script takes to start)
 from __future__ import annotations
 

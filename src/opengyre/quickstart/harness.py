@@ -12,7 +12,7 @@ Usage: harness.py [--compact-at TOKENS] [--max-tokens N] [--max-turns N] [INSTRU
 from stdin. Speaks streaming Anthropic Messages to ANTHROPIC_BASE_URL with ANTHROPIC_AUTH_TOKEN and ANTHROPIC_MODEL.
 """
 
-# ruff: noqa: PTH
+# ruff: noqa: PTH103, PTH120, PTH123
 # (pathlib would double the time this script takes to start)
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
     ModelCall = Callable[[Json], Json]  # request body -> {"content": blocks, "stop_reason": str, "usage": {...}}
 
-MAIN_SYSTEM = "You write Python libraries."
+MAIN_SYSTEM = "You write Python."
 SUB_SYSTEM = "You write one module."
-ASK_SUMMARY = "Summarize the work so far."
+ASK_SUMMARY = "Summarize."
 SUMMARY_HEAD = "So far: "
 
-COMPACT_AT = 360  # tokens of one call, prompt and reply; a clean run of a big task stays below
+COMPACT_AT = 230  # tokens of one call, prompt and reply; a clean run of a big task stays below
 MAX_TOKENS = 160  # of one reply; twice what the longest useful one needs
 MAX_TURNS = 24  # model calls of one agent
 MAX_RESAMPLED = 2  # replies in a row that are thrown away because they were cut or empty
@@ -86,7 +86,7 @@ class Messages:
         self.netloc, _, prefix = rest.partition("/")
         host, colon, port = self.netloc.rpartition(":")
         self.address = (host.strip("[]"), int(port)) if colon else (self.netloc, 80)
-        self.path = "/".join(filter(None, ["", prefix.strip("/"), "v1/messages"])) if prefix else "v1/messages"
+        self.path = "/".join(["", *filter(None, prefix.split("/")), "v1/messages"])
         self.token, self.model, self.sleep = token, model, sleep
 
     def __call__(self, request: Json) -> Json:
@@ -108,7 +108,7 @@ class Messages:
 
     def _attempt(self, body: bytes) -> Json:
         head = (
-            f"POST /{self.path.lstrip('/')} HTTP/1.1\r\nHost: {self.netloc}\r\nAuthorization: Bearer {self.token}\r\n"
+            f"POST {self.path} HTTP/1.1\r\nHost: {self.netloc}\r\nAuthorization: Bearer {self.token}\r\n"
             "Content-Type: application/json\r\nAccept: text/event-stream\r\nAnthropic-Version: 2023-06-01\r\n"
             f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         )
@@ -233,11 +233,6 @@ def _arguments(text: str) -> Json:
     return value if isinstance(value, dict) else {"unparsed": text}
 
 
-def workspace_tools() -> dict[str, Callable[..., str]]:
-    """``read``, ``write`` and ``run`` in the current directory."""
-    return {"read": _read, "write": _write, "run": _run}
-
-
 def _read(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read(OUTPUT_LIMIT)
@@ -252,13 +247,8 @@ def _write(path: str, content: str) -> str:
 
 def _run(command: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "ANTHROPIC_AUTH_TOKEN"}
-    with subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-    ) as process:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(["/bin/sh", "-c", command], env=env, **pipes) as process:  # type: ignore[call-overload]
         try:
             output = process.communicate(timeout=TOOL_LIMIT_S)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
@@ -267,12 +257,13 @@ def _run(command: str) -> str:
     return output[-OUTPUT_LIMIT:] or f"exit {process.returncode}"
 
 
+WORKSPACE_TOOLS: dict[str, Callable[..., str]] = {"read": _read, "write": _write, "run": _run}
+
+
 class Limits:
     """Tokens and turns of one agent and its sub-agents."""
 
-    def __init__(
-        self, *, compact_at: int = COMPACT_AT, max_tokens: int = MAX_TOKENS, max_turns: int = MAX_TURNS
-    ) -> None:
+    def __init__(self, compact_at: int = COMPACT_AT, max_tokens: int = MAX_TOKENS, max_turns: int = MAX_TURNS) -> None:
         self.compact_at, self.max_tokens, self.max_turns = compact_at, max_tokens, max_turns
 
 
@@ -394,7 +385,7 @@ def main(argv: list[str]) -> int:
     env = os.environ
     try:
         call = Messages(env["ANTHROPIC_BASE_URL"], env["ANTHROPIC_AUTH_TOKEN"], env.get("ANTHROPIC_MODEL", "policy"))
-        answer = Agent(call, workspace_tools(), Limits(**options)).run(instruction)
+        answer = Agent(call, WORKSPACE_TOOLS, Limits(**options)).run(instruction)
     except KeyError as error:
         sys.stderr.write(f"{error} is not set\n")
         return 2

@@ -24,7 +24,7 @@ from opengyre.executions.task import Deadlines, Task
 from opengyre.quickstart.behaviours import BEHAVIOURS, CONSTANTS, NAMES, Function
 
 SPLITS = ("train", "held_out")
-INSTRUCTION = "Write the library in REQUIREMENTS.md. Test it with ./check."
+INSTRUCTION = "Write the library of SPEC.md. Test with ./check."
 _HELD_OUT_SHARE = 0.25  # of all functions; enough for hundreds of different held-out tasks
 _HERE = Path(__file__).parent
 _EXAMPLES, _HIDDEN = 4, 8  # cases per function: shown by ./check, kept by the evaluator
@@ -50,9 +50,9 @@ class Blueprint:
         """The requirements files."""
         texts = {m: "".join(f"{f.requirement}\n" for f in fs) for m, fs in self.modules.items()}
         if "util.py" not in texts:
-            return {"REQUIREMENTS.md": f"lib.py\n{texts['lib.py']}"}
+            return {"SPEC.md": f"lib.py\n{texts['lib.py']}"}
         return {
-            "REQUIREMENTS.md": f"lib.py\n{texts['lib.py']}util.py: see UTIL.md\n",
+            "SPEC.md": f"lib.py\n{texts['lib.py']}util.py: see UTIL.md\n",
             "UTIL.md": f"util.py\n{texts['util.py']}",
         }
 
