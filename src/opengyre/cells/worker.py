@@ -230,13 +230,9 @@ def _seed(run_seed: int, cell: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{cell}".encode(), digest_size=6).digest(), "little")
 
 
-def main(argv: list[str]) -> NoReturn:
-    """Run a cell that connects to the conductor's socket ``argv[1]``."""
-    asyncio.run(CellWorker().serve(argv[1]))
+def main(address: str) -> NoReturn:
+    """Run a cell that connects to the conductor's socket."""
+    asyncio.run(CellWorker().serve(address))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking torch down in order costs seconds, and nothing is left to be saved
-
-
-if __name__ == "__main__":
-    main(sys.argv)
