@@ -172,20 +172,20 @@ async def test_ids_rewritten_by_the_client_do_not_fork(tmp_path):  # P28, P03
         assert len(door.session.tree.leaves()) == 1
 
 
-async def test_both_dialects_record_the_same_tokens(tmp_path):
-    """The same conversation through two doors, three turns with thinking and tools: the same tree, node by node."""
+async def test_all_dialects_record_the_same_tokens(tmp_path):
+    """The same conversation through three doors, three turns with thinking and tools: the same tree, node by node."""
     trees = []
-    for dialect in ("messages", "chat"):
+    talks = {"messages": _messages_talk, "chat": _chat_talk, "responses": _responses_talk}
+    for dialect, talk in talks.items():
         (tmp_path / dialect).mkdir()
         async with opened(tmp_path / dialect) as door:
             door.engine()
             door.script.replies = [f"<think>\nwhy\n</think>\n\nTwo.\n{THREE_CALLS}", "plain\nwords", "end"]
-            talk = _messages_talk if dialect == "messages" else _chat_talk
             await talk(door)
             tree = door.session.tree
             assert len(tree.leaves()) == 1 and len(tree.calls()) == 3
             trees.append([tree.node(i).ids.tolist() for i in range(1, len(tree))])
-    assert trees[0] == trees[1]
+    assert trees[0] == trees[1] == trees[2]
 
 
 async def _messages_talk(door) -> None:
@@ -211,6 +211,37 @@ async def _chat_talk(door) -> None:
         for i, call in enumerate(message.get("tool_calls", [])):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"r{i}"})
         messages.append({"role": "user", "content": text})
+
+
+async def _responses_talk(door) -> None:
+    tools = [{"type": "function", "name": n, "description": n, "parameters": {"type": "object"}} for n in "abc"]
+    items: list[dict] = [{"role": "user", "content": "go"}]
+    for text in ("more", "last", None):
+        body = {"model": "policy-model", "max_output_tokens": 256, "instructions": "S", "tools": tools, "input": items}
+        _, answer = await door.post("/v1/responses", body)
+        items += answer["output"]
+        for i, call in enumerate(o for o in answer["output"] if o["type"] == "function_call"):
+            items.append({"type": "function_call_output", "call_id": call["call_id"], "output": f"r{i}"})
+        items.append({"role": "user", "content": text})
+
+
+@by_streaming
+async def test_responses_streamed_and_whole_agree(tmp_path, stream_tokens):
+    async with opened(tmp_path, stream_tokens=stream_tokens) as door:
+        door.engine()
+        door.script.replies = [f"<think>\nwhy\n</think>\n\nThree.\n{THREE_CALLS}"] * 2 + ["a long reply"]
+        body = {"model": "policy-model", "input": "go"}
+        _, whole = await door.post("/v1/responses", body)
+        got = await door.stream("/responses", body)
+        assert [e["sequence_number"] for e in got] == list(range(len(got)))
+        items = [e["item"] for e in got if e["type"] == "response.output_item.done"]
+        assert got[-1]["type"] == "response.completed" and got[-1]["response"]["output"] == items
+        ids = ("id", "call_id", "encrypted_content")
+        plain = [[{k: v for k, v in o.items() if k not in ids} for o in out] for out in (items, whole["output"])]
+        assert plain[0] == plain[1] and [o["type"] for o in items] == ["reasoning", "message"] + ["function_call"] * 3
+        assert got[-1]["response"]["usage"] == whole["usage"]
+        _, cut = await door.post("/v1/responses", {**body, "max_output_tokens": 3})
+        assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 @by_streaming

@@ -16,14 +16,14 @@ from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolR
 from opengyre.proxy.dialects.base import Head
 from opengyre.proxy.dialects.chat import Chat
 from opengyre.proxy.dialects.messages import Messages
+from opengyre.proxy.dialects.responses import Responses
 from opengyre.proxy.history import History
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, Turn
 from opengyre.record.types import Finish
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-DIALECTS = {"messages": Messages(), "chat": Chat()}
-HEAD = Head("c0ffee", "policy-model", 123, created_s=1_700_000_000)
+DIALECTS = {"messages": Messages(), "chat": Chat(), "responses": Responses()}
 CALLS = (ToolCall("toolu_1", "read", {"path": "ä.py", "line": 3}), ToolCall("toolu_2", "run", {}))
 REPLIES = {
     "text": Reply("c0ffee", Turn((Text("Hello."),), True), Finish.STOP, 123, 3, True),
@@ -51,12 +51,16 @@ def request(name: str, case: str):
     return DIALECTS[name].parse(json.loads((GOLDEN / name / f"{case}.request.json").read_text()))
 
 
+def head(name: str) -> Head:
+    return Head("c0ffee", request(name, "agent"), 123, created_s=1_700_000_000)
+
+
 @each_dialect
 @pytest.mark.parametrize("case", REPLIES)
 def test_answers(name, case):
     dialect, reply = DIALECTS[name], REPLIES[case]
-    check(GOLDEN / name / f"{case}.response.json", pretty(dialect.body(HEAD, reply)))
-    emitter = dialect.emitter(HEAD, replace(request(name, "agent"), stream=True))
+    check(GOLDEN / name / f"{case}.response.json", pretty(dialect.body(head(name), reply)))
+    emitter = dialect.emitter(head(name))
     stream = emitter.open() + emitter.ping() + emitter.close(reply)
     check(GOLDEN / name / f"{case}.stream.txt", stream.decode())
 
@@ -64,11 +68,14 @@ def test_answers(name, case):
 @each_dialect
 def test_deltas_released_early_do_not_change_the_answer(name):
     dialect, reply = DIALECTS[name], REPLIES["calls"]
-    emitter = dialect.emitter(HEAD, request(name, "agent"))
+    emitter = dialect.emitter(head(name))
     stream = emitter.open() + emitter.delta("thinking", "I lo") + emitter.delta("text", "Rea") + emitter.close(reply)
     said = {"thinking": "", "text": ""}
     for event in (json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")):
         delta = event.get("delta") or (event.get("choices") or [{}])[0].get("delta") or {}
+        if isinstance(delta, str):  # Responses
+            said["thinking" if "reasoning" in event["type"] else "text"] += delta if "_text" in event["type"] else ""
+            continue
         said["thinking"] += delta.get("thinking", "") + delta.get("reasoning_content", "")
         said["text"] += delta.get("text", "") + delta.get("content", "")
     assert said == {"thinking": "I look.", "text": "Reading:"}
@@ -80,11 +87,11 @@ def test_errors_have_the_dialects_form(name):
     check(GOLDEN / name / "error.json", pretty(DIALECTS[name].error(refusal)))
 
 
-def test_what_a_request_means_is_the_same_in_both_dialects():
-    messages, chat = request("messages", "agent"), request("chat", "agent")
-    check(GOLDEN / "agent.conversation.json", pretty(_meaning(messages)))
-    assert _meaning(chat) == _meaning(messages)
-    assert History().read(chat).keys == History().read(messages).keys
+def test_what_a_request_means_is_the_same_in_all_dialects():
+    read = [request(name, "agent") for name in DIALECTS]
+    check(GOLDEN / "agent.conversation.json", pretty(_meaning(read[0])))
+    assert [_meaning(c) for c in read[1:]] == [_meaning(read[0])] * 2
+    assert len({tuple(History().read(c).keys) for c in read}) == 1
 
 
 def _meaning(conversation):
@@ -98,7 +105,6 @@ def _meaning(conversation):
         "messages": parts,
         "tools": [asdict(t) for t in conversation.tools],
         "max_tokens": conversation.max_tokens,
-        "stop_sequences": conversation.stop_sequences,
     }
 
 
@@ -134,6 +140,10 @@ def test_images_become_a_visible_placeholder():  # P11
         ("messages", {"messages": [], "max_tokens": 0}, "max_tokens"),
         ("messages", {"messages": [{"role": "user", "content": [3]}]}, "messages.0.content.0"),
         ("messages", {"messages": [], "stop_sequences": [1]}, "stop_sequences.0"),
+        ("responses", {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]"),
+        ("responses", {"input": [{"role": "robot"}]}, r"input\[0\].role"),
+        ("responses", {"input": 3}, "input"),
         ("chat", {"messages": [{"role": "robot"}]}, r"messages\[0\].role"),
         ("chat", {"messages": [], "n": 2}, "n:"),
         ("chat", {"messages": [], "functions": [{}]}, "functions"),
@@ -161,3 +171,26 @@ def test_arguments_that_are_no_json_are_kept():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{oops"}}
     conversation = Chat().parse({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
     assert conversation.messages[0].parts == (ToolCall("c", "f", "{oops"),)
+
+
+def test_namespaced_and_custom_tools_find_their_way_back():
+    members = [{"type": "function", "name": "spawn", "parameters": {}}]
+    patch = {"type": "custom", "name": "patch", "description": "d"}
+    body = {
+        "model": "policy-model",
+        "input": [
+            {"role": "user", "content": "go"},
+            {"type": "function_call", "call_id": "a", "namespace": "agents", "name": "spawn", "arguments": "{}"},
+            {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "*** x"},
+            {"type": "function_call_output", "call_id": "a", "output": "ok"},
+            {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
+        ],
+        "tools": [{"type": "namespace", "name": "agents", "tools": members}, patch, {"type": "web_search"}],
+    }
+    asked = Responses().parse(body)
+    calls = (ToolCall("a", "agents.spawn", {}), ToolCall("b", "patch", {"input": "*** x"}))
+    assert asked.messages[1].parts == calls and [t.name for t in asked.tools] == ["agents.spawn", "patch"]
+    reply = replace(REPLIES["calls"], turn=Turn(calls, True))
+    spawn, custom = Responses().body(Head("c", asked, 1), reply)["output"]
+    assert (spawn["type"], spawn["namespace"], spawn["name"]) == ("function_call", "agents", "spawn")
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", "*** x")

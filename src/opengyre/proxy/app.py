@@ -26,6 +26,7 @@ from opengyre.proxy.calls import CallDriver, LiveCall
 from opengyre.proxy.dialects.base import Dialect, Emitter, Head
 from opengyre.proxy.dialects.chat import Chat
 from opengyre.proxy.dialects.messages import Messages
+from opengyre.proxy.dialects.responses import Responses
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply
 from opengyre.proxy.request import HEADERS, count, prepare
@@ -44,7 +45,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(sessions: Sessions, driver: CallDriver, config: ProxyConfig | None = None) -> web.Application:
     """The proxy as an aiohttp application."""
     door = _Door(sessions, driver, config or ProxyConfig())
-    messages, chat = Messages(), Chat()
+    messages, chat, responses = Messages(), Chat(), Responses()
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/healthz", door.health)
     app.router.add_route("HEAD", "/x/{execution}/api/hello", door.hello)
@@ -52,6 +53,7 @@ def make_app(sessions: Sessions, driver: CallDriver, config: ProxyConfig | None 
         app.router.add_post(f"{prefix}/messages", door.answering(messages, door.generate))
         app.router.add_post(f"{prefix}/messages/count_tokens", door.answering(messages, door.count))
         app.router.add_post(f"{prefix}/chat/completions", door.answering(chat, door.generate))
+        app.router.add_post(f"{prefix}/responses", door.answering(responses, door.generate))
     app.router.add_route("*", "/{rest:.*}", door.unknown)
     return app
 
@@ -99,9 +101,9 @@ class _Door:
         return web.Response()
 
     async def unknown(self, request: web.Request) -> web.StreamResponse:
-        """Any other path, answered in the form most clients read."""
+        """Any other path, in the form most clients read."""
         refusal = Refusal(f"no such endpoint: {request.path}", status=404, kind="not_found_error")
-        dialect: Dialect = Chat() if "chat" in request.path else Messages()
+        dialect: Dialect = Messages() if "messages" in request.path else Chat()
         return _refused(dialect, refusal)
 
     def answering(
@@ -136,11 +138,11 @@ class _Door:
             request, prepare, self._driver.renderer, session, conversation, dialect=dialect.name, headers=headers
         )
         live = await self._driver.start(session, prepared)
-        head = Head(live.call_id, conversation.model, len(live.prepared.prompt_ids))
+        head = Head(live.call_id, conversation, len(live.prepared.prompt_ids))
         answered = False
         try:
             if conversation.stream:
-                emitter = dialect.emitter(head, conversation)
+                emitter = dialect.emitter(head)
                 response = await self._stream(request, emitter, live)
             else:
                 response = await self._whole(request, dialect, live, head)

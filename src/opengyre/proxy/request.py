@@ -28,6 +28,7 @@ HEADERS = (  # what role rules read; also what tells two agents of one harness a
     "x-openai-subagent",
     "user-agent",
 )
+_PER_REQUEST = ("x-codex-turn-metadata", "user-agent")  # say nothing about who is asking
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class Prepared:
     def identity(self) -> bytes:
         """Equal for re-sends of one request by one agent, streamed or not."""
         c = self.conversation
-        asked = (self.keys[-1], c.max_tokens, c.stop_sequences, c.thinking, sorted(self.headers.items()))
+        agent = sorted((name, value) for name, value in self.headers.items() if name not in _PER_REQUEST)
+        asked = (self.keys[-1], c.max_tokens, c.stop_sequences, c.thinking, agent)
         return blake2b(repr(asked).encode(), digest_size=16).digest()
 
 

@@ -20,12 +20,17 @@ from opengyre.proxy.reply import Reply, Turn
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of an answer before it is sampled. ``model`` is the name the harness asked for."""
+    """What is known of an answer before it is sampled. ``asked`` is this request, as its dialect parsed it."""
 
     call_id: str
-    model: str
+    asked: Conversation
     prompt_tokens: int
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model(self) -> str:
+        """The name the harness asked for."""
+        return self.asked.model
 
 
 class Emitter(Protocol):
@@ -65,7 +70,7 @@ class Dialect(Protocol):
         """The whole answer."""
         ...
 
-    def emitter(self, head: Head, conversation: Conversation) -> Emitter:
+    def emitter(self, head: Head) -> Emitter:
         """A writer for the streamed answer."""
         ...
 
@@ -105,6 +110,16 @@ def typed(where: str, value: Any, kind: type | tuple[type, ...], *, default: Any
         names = "/".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise Refusal(f"{where}: expected {names}, got {type(value).__name__}")
     return value
+
+
+def arguments(raw: Any) -> Any:
+    """Tool-call arguments from their JSON text; a string that is no JSON stays as it is."""
+    if not isinstance(raw, str):
+        return {} if raw is None else raw
+    try:
+        return json.loads(raw) if raw.strip() else {}
+    except ValueError:
+        return raw
 
 
 def placeholder(block: Mapping[str, Any]) -> Text:

@@ -9,11 +9,10 @@ Refused with 400: n > 1, the old ``functions`` field, no messages, an unknown ro
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
-from opengyre.proxy.dialects.base import Head, Released, compact, merged, placeholder, typed
+from opengyre.proxy.dialects.base import Head, Released, arguments, compact, merged, placeholder, typed
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply
 from opengyre.record.types import Finish
@@ -66,9 +65,9 @@ class Chat:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
         return {**_frame(head, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
-    def emitter(self, head: Head, conversation: Conversation) -> ChatEmitter:
+    def emitter(self, head: Head) -> ChatEmitter:
         """A writer of chunks."""
-        return ChatEmitter(head, include_usage=bool(conversation.extra.get("include_usage")))
+        return ChatEmitter(head)
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """OpenAI's error body."""
@@ -78,8 +77,8 @@ class Chat:
 class ChatEmitter:
     """Chunks, then [DONE]."""
 
-    def __init__(self, head: Head, *, include_usage: bool) -> None:
-        self._head, self._include_usage = head, include_usage
+    def __init__(self, head: Head) -> None:
+        self._head = head
         self._released = Released()
 
     def open(self) -> bytes:
@@ -103,7 +102,7 @@ class ChatEmitter:
         for i, call in enumerate(reply.turn.calls):
             frames += self._chunk({"tool_calls": [{"index": i, **_call(call)}]})
         frames += self._chunk({}, _finish_reason(reply))
-        if self._include_usage:
+        if self._head.asked.extra.get("include_usage"):
             frames += _data({**_frame(self._head, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)})
         return frames + b"data: [DONE]\n\n"
 
@@ -148,8 +147,8 @@ class _Reader:
             at = f"{where}.tool_calls[{i}]"
             call = typed(at, call, dict, default={})
             function = typed(f"{at}.function", call.get("function"), dict, default={})
-            arguments = _arguments(function.get("arguments"))
-            parts.append(ToolCall(str(call.get("id", "")), str(function.get("name", "")), arguments))
+            value = arguments(function.get("arguments"))
+            parts.append(ToolCall(str(call.get("id", "")), str(function.get("name", "")), value))
         return parts
 
     def _parts(self, where: str, content: Any) -> list[Part]:
@@ -165,16 +164,6 @@ class _Reader:
                 self.placeholders += 1
                 parts.append(placeholder(block))
         return parts
-
-
-def _arguments(raw: Any) -> Any:
-    """The parsed value; a string that is no JSON stays as it is."""
-    if not isinstance(raw, str):
-        return {} if raw is None else raw
-    try:
-        return json.loads(raw) if raw.strip() else {}
-    except ValueError:
-        return raw
 
 
 def _tools(raw: list[Any]) -> list[Tool]:

@@ -75,7 +75,7 @@ class Messages:
             "usage": _usage(reply.prompt_tokens, reply.sampled_tokens),
         }
 
-    def emitter(self, head: Head, conversation: Conversation) -> MessagesEmitter:
+    def emitter(self, head: Head) -> MessagesEmitter:
         """A writer of message events."""
         return MessagesEmitter(head)
 

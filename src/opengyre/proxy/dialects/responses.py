@@ -1,0 +1,332 @@
+"""OpenAI Responses, without stored state.
+
+Honoured: model, instructions, input (messages of any role in any position, reasoning, function_call and its output,
+custom_tool_call and its output; images and files as a visible placeholder), tools of type function, custom and
+namespace, max_output_tokens (capped by the pin), stream, reasoning.effort "none".
+Ignored: temperature, top_p (pinned), tool_choice, parallel_tool_calls, text.format, include, store, metadata,
+prompt_cache_key, truncation, tools that run on the vendor's servers.
+Refused with 400: previous_response_id, conversation, item references, background, no input, fields of the wrong type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
+from opengyre.proxy.dialects.base import Head, Released, arguments, compact, merged, placeholder, typed
+from opengyre.proxy.dialects.chat import Chat
+from opengyre.proxy.refusals import Refusal
+from opengyre.proxy.reply import Reply, signature
+from opengyre.record.types import Finish
+
+FREE_TEXT = "input"  # a custom tool takes one text; the policy sees it as a parameter of this name
+_STORED = ("previous_response_id", "conversation")
+
+
+class Responses:
+    """The dialect of Codex."""
+
+    name = "responses"
+
+    def parse(self, body: dict[str, Any]) -> Conversation:
+        """Read a ``/v1/responses`` body."""
+        for name in _STORED:
+            if body.get(name):
+                raise Refusal(f"{name}: nothing is stored here; send the whole input")
+        if body.get("background"):
+            raise Refusal("background: not supported")
+        reader = _Reader()
+        if instructions := typed("instructions", body.get("instructions"), str, default=""):
+            reader.add("system", [Text(instructions)])
+        reader.read(body.get("input"))
+        tools, custom, namespaced = _tools(typed("tools", body.get("tools"), list, default=[]))
+        effort = typed("reasoning", body.get("reasoning"), dict, default={}).get("effort")
+        max_tokens = typed("max_output_tokens", body.get("max_output_tokens"), int)
+        if max_tokens is not None and max_tokens < 1:
+            raise Refusal("max_output_tokens: must be at least 1")
+        return Conversation(
+            messages=reader.messages,
+            tools=tuple(tools),
+            model=typed("model", body.get("model"), str, default=""),
+            stream=typed("stream", body.get("stream"), bool, default=False),
+            max_tokens=max_tokens,
+            temperature=typed("temperature", body.get("temperature"), (int, float)),
+            top_p=typed("top_p", body.get("top_p"), (int, float)),
+            thinking=None if effort is None else effort != "none",
+            extra={"placeholders": reader.placeholders, "custom": custom, "namespaced": namespaced},
+        )
+
+    def body(self, head: Head, reply: Reply) -> dict[str, Any]:
+        """A ``response`` object."""
+        return _response(head, _status(reply), _items(head, reply), reply)
+
+    def emitter(self, head: Head) -> ResponsesEmitter:
+        """A writer of response events."""
+        return ResponsesEmitter(head)
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        """OpenAI's error body."""
+        return Chat().error(refusal)
+
+
+class ResponsesEmitter:
+    """Numbered events: created, one output item after the other, completed (or incomplete)."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._released = Released()
+        self._number = -1
+        self._index = -1
+        self._open: str | None = None  # kind of the item that is open
+        self._said = ""  # of the item that is open
+        self._items: list[dict[str, Any]] = []
+
+    def open(self) -> bytes:
+        """response.created."""
+        return self._event("response.created", response=_response(self._head, "in_progress", []))
+
+    def ping(self) -> bytes:
+        """response.in_progress again: a comment would not reset the idle limit of Codex."""
+        return self._event("response.in_progress", response=_response(self._head, "in_progress", []))
+
+    def delta(self, kind: str, text: str) -> bytes:
+        """A piece of reasoning_text or output_text, in an item of its own kind."""
+        frames = b""
+        if self._open != kind:
+            frames = self._finish() + self._begin(kind)
+        self._released.add(kind, text)
+        self._said += text
+        return frames + self._event(f"response.{_TEXT_EVENT[kind]}.delta", **self._place(), delta=text)
+
+    def close(self, reply: Reply) -> bytes:
+        """The rest of the turn and its end."""
+        thinking, text = self._released.rest(reply.turn)
+        frames = self.delta("thinking", thinking) if thinking else b""
+        frames += self.delta("text", text) if text else b""
+        frames += self._finish()
+        for call in reply.turn.calls:
+            frames += self._call(call)
+        status = _status(reply)
+        end = "response.completed" if status == "completed" else "response.incomplete"
+        return frames + self._event(end, response=_response(self._head, status, self._items, reply))
+
+    def fail(self, refusal: Refusal) -> bytes:
+        """response.failed."""
+        response = _response(self._head, "failed", [])
+        response["error"] = {"code": refusal.code or refusal.kind, "message": refusal.what}
+        return self._event("response.failed", response=response)
+
+    def _begin(self, kind: str) -> bytes:
+        self._index += 1
+        self._open, self._said = kind, ""
+        item = _item(self._head, kind, "", "in_progress")
+        frames = self._event("response.output_item.added", output_index=self._index, item=item)
+        if kind == "text":
+            frames += self._event("response.content_part.added", **self._place(), part=_part(""))
+        return frames
+
+    def _finish(self) -> bytes:
+        if self._open is None:
+            return b""
+        kind, self._open = self._open, None
+        frames = self._event(f"response.{_TEXT_EVENT[kind]}.done", **self._place(kind), text=self._said)
+        if kind == "text":
+            frames += self._event("response.content_part.done", **self._place(kind), part=_part(self._said))
+        return frames + self._done(_item(self._head, kind, self._said, "completed"))
+
+    def _call(self, call: ToolCall) -> bytes:
+        self._index += 1
+        item = _call(self._head, call)
+        field = "input" if item["type"] == "custom_tool_call" else "arguments"
+        event = "custom_tool_call_input" if field == "input" else "function_call_arguments"
+        at = {"item_id": item["id"], "output_index": self._index}
+        added = {**item, field: "", "status": "in_progress"}
+        frames = self._event("response.output_item.added", output_index=self._index, item=added)
+        frames += self._event(f"response.{event}.delta", **at, delta=item[field])
+        frames += self._event(f"response.{event}.done", **at, **{field: item[field]})
+        return frames + self._done(item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        self._items.append(item)
+        return self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _place(self, kind: str | None = None) -> dict[str, Any]:
+        item = f"{_PREFIX[kind or self._open or 'text']}_{self._head.call_id}"
+        return {"item_id": item, "output_index": self._index, "content_index": 0}
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        self._number += 1
+        data = compact({"type": name, "sequence_number": self._number, **fields})
+        return f"event: {name}\ndata: {data}\n\n".encode("utf-8", "replace")
+
+
+class _Reader:
+    """Gathers input items into messages: what the policy said in one turn comes as several items."""
+
+    def __init__(self) -> None:
+        self.placeholders = 0
+        self._messages: list[Message] = []
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages read so far."""
+        return tuple(self._messages)
+
+    def add(self, role: str, parts: list[Part]) -> None:
+        """Add a message, or to the assistant's turn that is being read."""
+        if role == "assistant" and self._messages and self._messages[-1].role == "assistant":
+            parts = [*self._messages.pop().parts, *parts]
+        self._messages.append(Message(role, tuple(parts) if role == "assistant" else merged(parts)))
+
+    def read(self, value: Any) -> None:
+        """Read ``input``: a string, which is one user message, or items."""
+        if isinstance(value, str):
+            self.add("user", [Text(value)])
+            return
+        for i, raw in enumerate(typed("input", value, list, default=[])):
+            self._item(f"input[{i}]", typed(f"input[{i}]", raw, dict, default={}))
+
+    def _item(self, where: str, item: dict[str, Any]) -> None:
+        match item.get("type", "message"):
+            case "message":
+                self._message(where, item)
+            case "reasoning":
+                texts = [*(item.get("content") or []), *([] if item.get("content") else item.get("summary") or [])]
+                thought = "\n".join(str(t.get("text", "")) for t in texts if isinstance(t, dict))
+                self.add("assistant", [Thinking(thought, str(item.get("encrypted_content") or ""))])
+            case "function_call":
+                name = ".".join(str(n) for n in (item.get("namespace"), item.get("name", "")) if n)
+                self.add("assistant", [ToolCall(str(item.get("call_id", "")), name, arguments(item.get("arguments")))])
+            case "custom_tool_call":
+                value = {FREE_TEXT: str(item.get("input", ""))}
+                self.add("assistant", [ToolCall(str(item.get("call_id", "")), str(item.get("name", "")), value)])
+            case "function_call_output" | "custom_tool_call_output":
+                text = "\n".join(p.text for p in self._texts(f"{where}.output", item.get("output")))
+                self.add("tool", [ToolResult(str(item.get("call_id", "")), text)])
+            case "item_reference":
+                raise Refusal(f"{where}: nothing is stored here; send the item itself")
+            case _:
+                self.placeholders += 1
+                self.add("user", [placeholder(item)])
+
+    def _message(self, where: str, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        texts: list[Part] = [*self._texts(f"{where}.content", item.get("content"))]
+        match role:
+            case "system" | "developer":
+                self.add("system", texts)
+            case "user":
+                self.add("user", texts)
+            case "assistant":
+                self.add("assistant", [t for t in texts if isinstance(t, Text) and t.text])
+            case _:
+                raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant")
+
+    def _texts(self, where: str, content: Any) -> list[Text]:
+        if isinstance(content, str):
+            return [Text(content)]
+        texts = []
+        for i, raw in enumerate(typed(where, content, list, default=[])):
+            block = typed(f"{where}[{i}]", raw, dict, default={})
+            if block.get("type") in ("input_text", "output_text", "text", "refusal"):
+                texts.append(
+                    Text(typed(f"{where}[{i}].text", block.get("text", block.get("refusal")), str, default=""))
+                )
+            else:
+                self.placeholders += 1
+                texts.append(placeholder(block))
+        return texts
+
+
+def _tools(raw: list[Any], namespace: str = "") -> tuple[list[Tool], tuple[str, ...], tuple[str, ...]]:
+    """(tools, names of the custom ones, names of members of a namespace, which are called ``namespace.name``)."""
+    tools: list[Tool] = []
+    custom: tuple[str, ...] = ()
+    namespaced: tuple[str, ...] = ()
+    for i, entry in enumerate(raw):
+        tool = typed(f"tools[{i}]", entry, dict, default={})
+        name = typed(f"tools[{i}].name", tool.get("name"), str, default="")
+        description = str(tool.get("description") or "")
+        match tool.get("type", "function"):
+            case "function":
+                parameters = typed(f"tools[{i}].parameters", tool.get("parameters"), dict, default={})
+                tools.append(Tool(f"{namespace}.{name}" if namespace else name, description, parameters))
+            case "custom":
+                schema = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
+                tools.append(Tool(name, description, schema))
+                custom = (*custom, name)
+            case "namespace":
+                members, _, _ = _tools(typed(f"tools[{i}].tools", tool.get("tools"), list, default=[]), name)
+                tools += members
+                namespaced = (*namespaced, *(member.name for member in members))
+    return tools, custom, namespaced
+
+
+_TEXT_EVENT = {"thinking": "reasoning_text", "text": "output_text"}
+_PREFIX = {"thinking": "rs", "text": "msg"}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def _item(head: Head, kind: str, text: str, status: str) -> dict[str, Any]:
+    if kind == "thinking":
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        signed = signature(head.call_id)
+        return {
+            "type": "reasoning",
+            "id": f"rs_{head.call_id}",
+            "summary": [],
+            "content": content,
+            "encrypted_content": signed,
+        }
+    content = [_part(text)] if text or status == "completed" else []
+    return {"type": "message", "id": f"msg_{head.call_id}", "role": "assistant", "status": status, "content": content}
+
+
+def _call(head: Head, call: ToolCall) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": f"fc_{call.call_id}", "call_id": call.call_id, "status": "completed"}
+    if call.name in head.asked.extra.get("custom", ()) and isinstance(call.arguments.get(FREE_TEXT), str):
+        return {"type": "custom_tool_call", **item, "name": call.name, "input": call.arguments[FREE_TEXT]}
+    name = {"name": call.name}
+    if call.name in head.asked.extra.get("namespaced", ()):
+        namespace, _, member = call.name.rpartition(".")
+        name = {"name": member, "namespace": namespace}
+    return {"type": "function_call", **item, **name, "arguments": compact(call.arguments)}
+
+
+def _items(head: Head, reply: Reply) -> list[dict[str, Any]]:
+    thinking, text = Released().rest(reply.turn)
+    items = [_item(head, kind, said, "completed") for kind, said in (("thinking", thinking), ("text", text)) if said]
+    return items + [_call(head, call) for call in reply.turn.calls]
+
+
+def _status(reply: Reply) -> str:
+    return "incomplete" if reply.finish is Finish.LENGTH else "completed"
+
+
+def _response(head: Head, status: str, output: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
+    usage = None
+    if reply is not None:
+        usage = {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": reply.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+        }
+    return {
+        "id": f"resp_{head.call_id}",
+        "object": "response",
+        "created_at": head.created_s,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": head.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": usage,
+    }
