@@ -94,10 +94,12 @@ def gradients(model, value: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(value, list(model.parameters())))
 
 
-@pytest.mark.parametrize("block", [512, 4])  # 4: every chain takes several masked query blocks
+@pytest.mark.parametrize("block", [None, 512, 4])  # None: the flash kernel; 4: several masked blocks of queries a chain
 @pytest.mark.parametrize("window", [None, 10])
 def test_trees_equal_separate_sequences(monkeypatch, block, window):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    if block is not None:
+        monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+        monkeypatch.setattr(attention, "FLASH_DEVICES", ())
     extra = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     model = tiny_qwen3(num_hidden_layers=3, **extra)
     forward = Forward(model)
