@@ -210,6 +210,8 @@ def test_folders_of_dead_runs_are_swept(tmp_path):
         mine = SharedMemoryTransfer("mine", root=tmp_path)
         assert sorted(p.name for p in tmp_path.iterdir()) == [f"{PREFIX}{n}" for n in ("alive", "mine", "strange")]
         assert sweep(tmp_path) == []
+        with pytest.raises(TransferError, match=f"process {alive.pid} owns it"):
+            SharedMemoryTransfer("alive", root=tmp_path)
         mine.close()
     finally:
         alive.kill()

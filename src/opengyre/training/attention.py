@@ -118,7 +118,7 @@ class _FlashTree(torch.autograd.Function):
                 out = out * (lse - merged).exp().unsqueeze(-1) + part * (part_lse - merged).exp().unsqueeze(-1)
                 lse = merged
             assert out is not None and lse is not None
-            outputs.append(out)
+            outputs.append(out.to(query.dtype))  # 16-bit parts were merged in the float32 of their log-sum-exp
             sums.append(lse)
         ctx.save_for_backward(query, key, value, *outputs, *sums)
         ctx.tree, ctx.scale = tree, scale

@@ -86,7 +86,7 @@ class TorchTrainer:
         """Forward and backward over ``samples``; adds to the local gradient sums.
 
         Any number of tokens is taken, in forward passes within ``micro_step_tokens``. Samples without a trainable token
-        cost nothing.
+        cost nothing; with no other ones all figures are 0.
 
         Raises:
             TrainingError: a loss or gradient is not finite, naming it. The local sums are dropped then, since they hold
@@ -183,9 +183,9 @@ class TorchTrainer:
     def commit(self, n_executions: int) -> StepStats:
         """Core only: scale by 1/n_executions, clip, step the optimizer, version += 1, drop the sums.
 
-        With no execution, or nothing but zeros in the sums (no trainable token, no variance in any group), there is no
-        optimizer step and the version stays: momentum and weight decay must not move weights for which nothing was
-        learned.
+        With no execution, or nothing but zeros in the sums (no trainable token, no variance in any group, all of it
+        clipped away), there is no optimizer step and the version stays: momentum and weight decay must not move weights
+        for which nothing was learned.
         """
         started = time.perf_counter()
         if self._optimizer is None:
@@ -271,6 +271,8 @@ class TorchTrainer:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         targets: list[Tensor] = []
         for name, parameter in self._parameters.items():
+            if not parameter.requires_grad:
+                continue  # frozen: weight decay must not move it either
             if parameter.dtype == self._sum_dtype:
                 targets.append(parameter)
             else:

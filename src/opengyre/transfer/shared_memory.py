@@ -51,8 +51,15 @@ class SharedMemoryTransfer:
         self._owner = owner
         if owner:
             sweep(self._root)
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._folder / PID_FILE).write_text(_identity(os.getpid()))
+            self._take_folder()
+
+    def _take_folder(self) -> None:
+        own, owner_file = _identity(os.getpid()), self._folder / PID_FILE
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if owner_file.exists() and owner_file.read_text() != own:  # a dead one's would have been swept
+            pid = owner_file.read_text().partition(" ")[0]
+            raise TransferError(f"process {pid} owns it", where=str(self._folder), right="a run id of its own per run")
+        owner_file.write_text(own)
 
     @property
     def folder(self) -> Path:
