@@ -15,7 +15,7 @@ from opengyre.rollout.base import GenerateRequest, TokenChunk
 class KVExport(msgspec.Struct, frozen=True):
     """KV of a token prefix for another cell: ``arrays`` holds k0, v0, k1, v1, … of shape [kv heads, tokens, dim].
 
-    bfloat16 travels as uint16 bit patterns, numpy has no such type. Valid on ``version`` only.
+    Valid on ``version`` only. See ``torch_rows.to_arrays``.
     """
 
     ids: list[int]

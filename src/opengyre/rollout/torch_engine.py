@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from opengyre.errors import EngineError
 from opengyre.rollout.base import REGIONS, EngineLoad, GenerateRequest, TokenChunk
-from opengyre.rollout.torch_cache import PrefixCache, Segment, as_ids
+from opengyre.rollout.torch_cache import PrefixCache, as_ids
 from opengyre.rollout.torch_calls import Call, EngineMetrics, KVExport, check_request
 from opengyre.rollout.torch_direct import DirectRunner, supports
 from opengyre.rollout.torch_model import HFRunner, Runner, kv_layout, pick_runner
-from opengyre.rollout.torch_rows import KVRows
+from opengyre.rollout.torch_rows import KVRows, from_arrays, to_arrays
 from opengyre.rollout.torch_sample import Sampling, draw, uniforms
 
 HEADROOM = 32  # free tokens per running call before another is admitted, or it would be put back soon after
@@ -78,13 +78,13 @@ class TorchEngine:
         self.metrics = EngineMetrics()
         config: Any = model.config
         self.vocabulary: int = config.get_text_config().vocab_size
-        self._layout = kv_layout(model)
-        candidates: list[Runner] = [HFRunner(model, self._layout)]
+        layout = kv_layout(model)
+        candidates: list[Runner] = [HFRunner(model, layout)]
         if fast and supports(model):
             candidates.insert(0, DirectRunner(model, context))
-        self.runner = pick_runner(model, self._layout, candidates, context)
+        self.runner = pick_runner(model, layout, candidates, context)
         dtype = next(model.parameters()).dtype
-        self._rows = KVRows(self._layout, max_rows=max_batch, context=context, dtype=dtype, device=self.device)
+        self._rows = KVRows(layout, max_rows=max_batch, context=context, dtype=dtype, device=self.device)
         self._cache = PrefixCache()
         self._waiting: deque[Call] = deque()
         self._prefilling: Call | None = None
@@ -94,7 +94,6 @@ class TorchEngine:
         self._released: set[str] = set()
         self._weights_current = True
         self._sampling: Sampling | None = None  # of the running calls; None after their number or order changed
-        self._seeds = np.zeros(0, dtype=np.uint64)
         self._generator = torch.Generator()
         self._generator.manual_seed(seed) if seed is not None else self._generator.seed()
         self._orders = 0
@@ -225,7 +224,8 @@ class TorchEngine:
         if not n:
             return None
         parts = [[t[:, :take] for t in segment] for segment, take in found]
-        return self._pack(ids[:n], [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)])
+        joined = [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
+        return KVExport(ids[:n], to_arrays(joined), self.version)
 
     @torch.inference_mode()
     def import_kv(self, ids: list[int], arrays: dict[str, Any], version: int) -> int:
@@ -233,12 +233,14 @@ class TorchEngine:
 
         Refused, which is counted and returns 0: other weights version, not serving, no room, arrays that do not fit.
         """
-        segment = self._unpack(len(ids), arrays) if version == self.version and self.serving else None
-        if segment is None or not ids or not self._make_room(len(ids)):
+        rows = self._rows
+        fits = version == self.version and self.serving and bool(ids)
+        segment = from_arrays(arrays, len(ids), rows.layout, rows.dtype, rows.device) if fits else None
+        if segment is None or not self._make_room(len(ids)):
             self.metrics.imports_refused += 1
             return 0
         tensors = segment
-        added = self._cache.insert(as_ids(ids), lambda start, end: [t[:, start:end].clone() for t in tensors])
+        added = self._cache.insert(as_ids(ids), lambda start, end: [t[:, start:end].contiguous() for t in tensors])
         self.metrics.imported_tokens += added
         return added
 
@@ -328,7 +330,7 @@ class TorchEngine:
         return short <= 0
 
     def _remember(self, call: Call, row: int) -> None:
-        """Keep a row's KV as a cached prefix; only tokens not held yet are copied (within kv_tokens: see _drop)."""
+        """Keep a row's KV as a cached prefix; only tokens not held yet are copied. The caller sees to the room."""
         held = self._rows.lengths[row]
         self._cache.insert(as_ids(call.ids[:held]), lambda start, end: self._rows.copy_out(row, start, end))
 
@@ -370,30 +372,9 @@ class TorchEngine:
             return self.export_kv(call.ids[:-1])
         row = self._active().index(call)
         held = self._rows.lengths[row]
-        return self._pack(call.ids[:held], self._rows.copy_out(row, 0, held)) if held else None
-
-    def _pack(self, ids: list[int], segment: Segment) -> KVExport:
-        arrays = {}
-        for i, tensor in enumerate(segment):
-            tensor = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-            arrays[f"{'kv'[i % 2]}{i // 2}"] = tensor.cpu().numpy()
-        return KVExport(list(ids), arrays, self.version)
-
-    def _unpack(self, tokens: int, arrays: dict[str, Any]) -> Segment | None:
-        """Arrays as a segment on the device, or None if one is missing or of another shape or type."""
-        dtype = self._rows.dtype
-        wire = torch.uint16 if dtype == torch.bfloat16 else dtype
-        segment = []
-        for layer, (heads, *dims) in enumerate(self._layout):
-            for kind, dim in zip("kv", dims, strict=True):
-                array = arrays.get(f"{kind}{layer}")
-                if not isinstance(array, np.ndarray) or array.shape != (heads, tokens, dim):
-                    return None
-                tensor = torch.from_numpy(np.ascontiguousarray(array))
-                if tensor.dtype != wire:
-                    return None
-                segment.append(tensor.view(dtype).to(self.device))
-        return segment
+        if not held:
+            return None
+        return KVExport(call.ids[:held], to_arrays(self._rows.copy_out(row, 0, held)), self.version)
 
     @staticmethod
     def _check_regions(regions: set[str]) -> None:

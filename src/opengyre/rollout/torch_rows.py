@@ -4,13 +4,16 @@
     row   running           the one call being prefilled, if any
 
 Rows and row length grow by doubling, so memory follows what is used and a step never rebuilds a mask: ``bias`` holds 0
-where a row has KV and the most negative number elsewhere, and one element per row changes each step.
+where a row has KV and the most negative number elsewhere, and one element per row changes each step. All rows are as
+long as the longest call so far: at most max_rows times context tokens, given back only by ``free_memory``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,3 +111,28 @@ class KVRows:
         for key, value in zip(self.keys, self.values, strict=True):
             segment += [key[row, :, start:end].clone(), value[row, :, start:end].clone()]
         return segment
+
+
+def to_arrays(segment: Sequence[Tensor]) -> dict[str, Any]:
+    """A segment as numpy arrays k0, v0, k1, v1, …; bfloat16 as uint16 bit patterns, numpy has no such type."""
+    arrays = {}
+    for i, tensor in enumerate(segment):
+        bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+        arrays[f"{'kv'[i % 2]}{i // 2}"] = bits.cpu().numpy()
+    return arrays
+
+
+def from_arrays(
+    arrays: dict[str, Any], tokens: int, layout: Layout, dtype: torch.dtype, device: torch.device
+) -> list[Tensor] | None:
+    """The segment of ``tokens`` tokens that ``to_arrays`` wrote, or None if an array is missing or does not fit."""
+    wire = torch.empty(0, dtype=torch.uint16 if dtype == torch.bfloat16 else dtype).numpy().dtype
+    segment = []
+    for layer, (heads, *dims) in enumerate(layout):
+        for kind, dim in zip("kv", dims, strict=True):
+            array = arrays.get(f"{kind}{layer}")
+            if not isinstance(array, np.ndarray) or array.dtype != wire or array.shape != (heads, tokens, dim):
+                return None
+            tensor = torch.tensor(array)  # a copy: what came from elsewhere may be read-only or change
+            segment.append(tensor.view(dtype).to(device))
+    return segment
