@@ -6,7 +6,7 @@ argument of the forward call, so nothing here is global and no model file is tou
 
 Two ways to the same numbers. Anywhere: torch's attention on concatenated keys, with a mask for blocks of queries. On a
 CPU: torch's flash kernel on each stretch of keys where it lies, partial results merged by their log-sum-exp. That needs
-no mask and no concatenation, computes only half of the own stretch, and is about 1.5 times as fast.
+no mask and no concatenation and computes only half of the own stretch: 1.2 times the speed of a whole micro-step.
 """
 
 from __future__ import annotations
@@ -128,15 +128,18 @@ class _FlashTree(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         query, key, value, *saved = ctx.saved_tensors
         outputs, sums = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        to_query, to_key, to_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        to_query, to_key, to_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for (own, stretches), out, lse in zip(ctx.tree.work(), outputs, sums, strict=True):
             g, q = grad[:, :, own], query[:, :, own]
-            for seen, causal in stretches:
+            for seen, causal in reversed(stretches):
                 k, v = key[:, :, seen], value[:, :, seen]
                 parts = _FLASH_BACKWARD(g, q, k, v, out, lse, 0.0, causal, scale=ctx.scale)
-                to_query[:, :, own] += parts[0]
-                to_key[:, :, seen] += parts[1]
-                to_value[:, :, seen] += parts[2]
+                if causal:  # a chain's own stretch comes first, and before any chain behind it adds to it
+                    to_query[:, :, own], to_key[:, :, own], to_value[:, :, own] = parts
+                else:
+                    to_query[:, :, own] += parts[0]
+                    to_key[:, :, seen] += parts[1]
+                    to_value[:, :, seen] += parts[2]
         return to_query, to_key, to_value, None, None
 
 
