@@ -19,7 +19,7 @@ task = sys.stdin.read()
 messages = [{"role": "user", "content": task}]
 said = []
 for turn in range(3):
-    body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 12, "messages": messages}
+    body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 60, "messages": messages}
     request = urllib.request.Request(
         os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
         json.dumps(body).encode(),
@@ -96,6 +96,7 @@ def config(tmp_path: Path, model: Path, **tables: dict[str, Any]) -> RunConfig:
         "sandbox": {"kind": "local"},
         "cells": {"satellites": 2, "slots": 4, "max_batch": 4, "kv_tokens": 8192},
         "schedule": {"cooldown_s": 0.0},
+        "sampling": {"max_tokens": 12},
         "samples": {"group_size": 4, "queries_per_step": 2},
         "train": {"micro_step_tokens": 512, "clip_low": 0.2, "clip_high": 0.2},
         "eval": {"executions": 1},

@@ -47,15 +47,20 @@ class Conductor:
         self._step_groups = StepGroups()
         self._results: dict[str, list[ExecutionResult]] = {}
         self._step_began = self._events.now
+        self._collecting: asyncio.Task[None] | None = None
 
     async def run(self) -> Summary:
         """Evaluate, train ``steps`` steps, evaluate. Raises what broke for good."""
         before = await self._evaluate("before")
         self._resume_queries()
-        while self._assembler.version < self._config.steps:
-            await self._one_step()
-            if self._config.eval.every > 0 and self._assembler.version % self._config.eval.every == 0:
-                await self._evaluate(f"step-{self._assembler.version}")
+        self._collecting = asyncio.create_task(self._collect(), name="collect")
+        try:
+            while self._assembler.version < self._config.steps:
+                await self._one_step()
+                if self._config.eval.every > 0 and self._assembler.version % self._config.eval.every == 0:
+                    await self._evaluate(f"step-{self._assembler.version}")
+        finally:
+            self._collecting.cancel()
         after = await self._evaluate("after")
         version = self._controller.published.version
         return Summary(self._assembler.version, version, before, after)
@@ -63,12 +68,13 @@ class Conductor:
     async def _one_step(self) -> None:
         """Fill one step while it is being trained, then commit it."""
         step = self._open_step()
-        self._admit()
-        while not self._assembler.step_full:
+        while True:
+            seen = self._controller.pulse.count
+            self._admit()
             self._join(step)
-            if not self._assembler.step_full:
-                self._completed(*await self._watched(self._groups.next_complete()))
-                self._admit()
+            if self._assembler.step_full:
+                break
+            await self._watched(self._controller.pulse.after(seen))
         step.close()
         await self._watched(self._commit(step))
 
@@ -105,6 +111,12 @@ class Conductor:
         order = list(range(len(tasks)))
         random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
         return tasks[order[place]]
+
+    async def _collect(self) -> None:
+        """Take in groups as they complete, whatever the main loop waits for: policies wait for exactly this."""
+        while True:
+            self._completed(*await self._groups.next_complete())
+            self._controller.pulse.beat()
 
     def _completed(self, query_id: str, results: list[ExecutionResult]) -> None:
         self._journal.complete(query_id)
@@ -168,13 +180,15 @@ class Conductor:
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for ``work``, or raise what broke meanwhile."""
         task = asyncio.ensure_future(work)
-        failure = self._controller.failure
-        either: list[asyncio.Future[Any]] = [task, failure]
+        either: list[asyncio.Future[Any]] = [task, self._controller.failure]
+        if self._collecting is not None:
+            either.append(self._collecting)
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if failure.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            failure.result()
+        for broken in either[1:]:
+            if broken.done() and not broken.cancelled():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                broken.result()
         return await task
 
     def _resume_queries(self) -> None:

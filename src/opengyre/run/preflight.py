@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import socket
 import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from opengyre.cells.policies import make_policy
 from opengyre.config import RunConfig, build, to_toml
 from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Harness
 from opengyre.executions.harness.registry import make_harness
+from opengyre.executions.sandbox.registry import resolve_kind
 from opengyre.executions.task import Task
 from opengyre.executions.tasks_registry import make_tasks
 from opengyre.proxy.render import Renderer
 from opengyre.quickstart import POLICY_DIR
+from opengyre.samples.select import load_picker
 
 CONFIG_FILE = "config.toml"
 MIN_FREE_BYTES = 64 * 2**20  # less than this and the first checkpoint or the call record would fail
@@ -51,7 +55,23 @@ def prepare(config: RunConfig, run_dir: Path, *, resume: bool) -> Prepared:
     train, held_out = list(tasks.tasks("train")), list(tasks.tasks("held_out"))
     if not train and config.steps:
         raise ConfigError("has no training task", where="tasks", right="at least one task in the train split")
+    make_policy(config)
+    load_picker(config.samples.picker)
+    resolve_kind(config.sandbox.kind)
+    check_port(config.proxy.host, config.proxy.port)
     return Prepared(config, run_dir, model_dir, renderer, make_harness(config.harness), train, held_out, resumed)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if a fixed port cannot be had now."""
+    if port == 0:
+        return
+    try:
+        with socket.create_server((host, port)):
+            return
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{host}:{port}: {why}", where="proxy.port", right="a free port, or 0 for any") from None
 
 
 def resolve_model(config: RunConfig) -> Path:
