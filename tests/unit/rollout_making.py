@@ -49,7 +49,11 @@ def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, seed: in
     """A random model whose next-token distributions are far from uniform."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).to(dtype).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases start as ones and zeros, which would hide their misuse
+                parameter.data += 0.3 * torch.randn_like(parameter)
+        return model
 
 
 def make_engine(model: Any, **changes: Any) -> TorchEngine:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from opengyre.errors import EngineError
+from opengyre.rollout.torch_direct import DirectRunner
+from opengyre.rollout.torch_model import HFRunner
 from rollout_making import (
     CONFIGS,
     Heard,
@@ -14,10 +18,6 @@ from rollout_making import (
     request,
     tokens,
 )
-
-from opengyre.errors import EngineError
-from opengyre.rollout.torch_direct import DirectRunner
-from opengyre.rollout.torch_model import HFRunner
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_making import SIZES, VOCAB, Heard, make_engine, make_model, request, tokens
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
 from opengyre.errors import ConfigError
 from opengyre.rollout.torch_model import HFRunner, kv_layout, load_model, pick_runner
+from rollout_making import SIZES, VOCAB, Heard, make_engine, make_model, request, tokens
 
 
 def test_a_saved_model_loads_and_samples_the_same(tmp_path: Path) -> None:

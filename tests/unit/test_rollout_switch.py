@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_making import Heard, assert_logprobs, make_engine, make_model, plain_logprobs, request, tokens
 
 from opengyre.errors import EngineError
+from rollout_making import Heard, assert_logprobs, make_engine, make_model, plain_logprobs, request, tokens
 
 
 def reweigh(model: Any, seed: int) -> None:
