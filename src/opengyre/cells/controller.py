@@ -69,6 +69,8 @@ class Controller:
         self._work, self._restore_core, self._on_roles = work, restore_core, on_roles
         self._switch_costs: list[float] = []
         self._switches = 0
+        self._publications = 0
+        self._kept: list[str] = []
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._restarts: dict[str, int] = {}
         self._controlling: asyncio.Task[None] | None = None
@@ -126,11 +128,14 @@ class Controller:
 
     async def publish(self, version: int) -> None:
         """The core's weights are ``version``: store them, and have every serving cell pull them."""
-        ref = await self._core.process.call("publish", key=f"weights-{version}")
+        self._publications += 1  # a version is published again when the core was replaced, and keys are written once
+        key = f"weights-{version}-{self._publications}"
+        ref = await self._core.process.call("publish", key=key)
         self.published = Published(version, ref)
         self._core.version = version
-        if version >= _KEPT_WEIGHTS:
-            self._core.process.notify("drop", key=f"weights-{version - _KEPT_WEIGHTS}")
+        self._kept.append(key)
+        while len(self._kept) > _KEPT_WEIGHTS:
+            self._core.process.notify("drop", key=self._kept.pop(0))
         serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
         await asyncio.gather(*(self._pull_or_lose(cell) for cell in serving))
 

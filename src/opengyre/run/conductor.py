@@ -157,16 +157,18 @@ class Conductor:
 
     async def _apply(self, step: OpenStep) -> None:
         core, controller, groups = self._controller.core_process, self._controller, self._step_groups
-        trains = step.micro_steps > 0  # else there is nothing to learn from: no optimizer step, no new version
-        stats = convert(await core.call("commit", n_executions=step.executions), StepStats) if trains else None
+        stats = None
+        if step.micro_steps:
+            stats = convert(await core.call("commit", n_executions=step.executions), StepStats)
+        version = step.version if stats is None else stats.version
+        learned = version > step.version  # else nothing was trainable: no optimizer step, no new version
         figures = groups.figures(step, stats, self._config, step_s=self._events.now - self._step_began)
-        version: int = figures["version"]
         self._journal.prepare_step(step.number, version, groups.queries, figures)
-        if trains and (version % self._config.train.checkpoint_every == 0 or step.number == self._config.steps):
+        if learned and (version % self._config.train.checkpoint_every == 0 or step.number == self._config.steps):
             await core.call("save", folder=str(checkpoints.folder_of(self._run_dir, version)))
         controller.open_step = None
         self._assembler.commit()
-        if trains:
+        if learned:
             await controller.publish(version)
             checkpoints.prune(self._run_dir, self._config.train.keep_checkpoints)
         self._step_began = self._events.now

@@ -52,7 +52,7 @@ class StepGroups:
         passed = sum(r >= config.eval.pass_threshold for r in self._rewards)
         return {
             "step": step.number,
-            "version": step.version + (stats is not None),
+            "version": step.version if stats is None else stats.version,
             "loss": sum(m.loss_sum for m in micro) / step.executions if step.executions else None,
             "grad_norm": stats.grad_norm if stats else None,
             "learning_rate": stats.learning_rate if stats else None,
