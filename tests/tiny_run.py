@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import policies
-
 from opengyre.config import RunConfig, build
 
-# Three calls that continue each other; the harness writes what the policy said. Reads like any client: base URL and key.
+# Three calls that continue each other; the harness writes what the policy said. It knows a base URL and a key, no more.
 HARNESS = """
 import json, os, sys, urllib.request
 task = sys.stdin.read()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from opengyre.config import TrainConfig
 from opengyre.errors import TrainingError
-from opengyre.training import checkpoint
+from opengyre.training import checkpoint, folders
 from opengyre.training.torch_trainer import TorchTrainer
 from training_models import random_samples, tiny_qwen3
 
@@ -66,16 +66,18 @@ def test_is_a_hugging_face_folder(tmp_path):
 
 
 def test_latest_and_prune(tmp_path):
-    assert checkpoint.latest(tmp_path) is None
+    assert folders.whole(tmp_path) == {}
     t = trainer()
     for version in (1, 2, 10):
         t.version = version
-        t.save(checkpoint.folder_of(tmp_path, version))
+        t.save(folders.folder_of(tmp_path, version))
     (tmp_path / "checkpoints" / "version-000011").mkdir()  # without a state: not a checkpoint
-    assert checkpoint.latest(tmp_path) == checkpoint.folder_of(tmp_path, 10)
-    assert checkpoint.prune(tmp_path, 2) == [checkpoint.folder_of(tmp_path, 1)]
-    assert [p.name for p in checkpoint.whole(tmp_path)] == ["version-000002", "version-000010"]
-    assert checkpoint.prune(tmp_path, 2) == []
+    folders.prune(tmp_path, 2)
+    assert [p.name for p in folders.whole(tmp_path).values()] == ["version-000002", "version-000010"]
+    folders.prune(tmp_path, 2)
+    assert list(folders.whole(tmp_path)) == [2, 10]
+    folders.remove_newer(tmp_path, 2)
+    assert list(folders.whole(tmp_path)) == [2]
     assert not list((tmp_path / "checkpoints").glob("*.saving"))
 
 
@@ -143,7 +145,7 @@ def save_and_hang(run: Path, stage: int, reached) -> None:
     """Child: one whole checkpoint, then a second that stops for good at its ``stage``-th file."""
     t = trainer()
     t.version = 1
-    t.save(checkpoint.folder_of(run, 1))
+    t.save(folders.folder_of(run, 1))
     done, real = 0, checkpoint._fsync
 
     def fsync(path: Path) -> None:
@@ -155,7 +157,7 @@ def save_and_hang(run: Path, stage: int, reached) -> None:
         real(path)
 
     checkpoint._fsync = fsync
-    t.save(checkpoint.folder_of(run, 2))
+    t.save(folders.folder_of(run, 2))
 
 
 @pytest.mark.parametrize("stage", [1, 4])
@@ -169,11 +171,11 @@ def test_killed_while_saving(tmp_path, stage):
     child.kill()
     child.join()
     assert len(list((tmp_path / "checkpoints").glob("*.saving"))) == 1
-    found = checkpoint.latest(tmp_path)
-    assert found == checkpoint.folder_of(tmp_path, 1)
+    found = folders.whole(tmp_path)[1]
+    assert list(folders.whole(tmp_path)) == [1]
     t = trainer(seed=9)
     t.restore(found)
     assert t.version == 1
     step(t)
-    t.save(checkpoint.folder_of(tmp_path, t.version))
+    t.save(folders.folder_of(tmp_path, t.version))
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["version-000001", "version-000002"]

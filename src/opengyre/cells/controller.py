@@ -18,13 +18,13 @@ import msgspec
 
 from opengyre.cells.live import LiveCell, Published, Switch
 from opengyre.cells.policies.base import Action, CellView, Decision, Policy, Snapshot
+from opengyre.cells.pulse import Pulse
 from opengyre.cells.state import CellState
+from opengyre.cells.step import OpenStep
 from opengyre.cells.training_loop import TrainingLoop
 from opengyre.cluster.base import CellProcess, Cluster
 from opengyre.config import RunConfig
 from opengyre.errors import CellError, OpenGyreError
-from opengyre.run.pulse import Pulse
-from opengyre.run.step import OpenStep
 from opengyre.watch.events import EventLog
 
 TICK_S = 0.5  # cool-downs and leases run out without an event

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import msgspec
 
+from opengyre.cells.pulse import Pulse
+from opengyre.cells.step import MicroClaim, OpenStep
 from opengyre.cluster.base import CellProcess
 from opengyre.errors import CellError, TransferError
-from opengyre.run.pulse import Pulse
-from opengyre.run.step import MicroClaim, OpenStep
 from opengyre.samples.types import to_wire
 from opengyre.training.base import MicroStats
 

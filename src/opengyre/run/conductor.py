@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 from msgspec import convert
 
+from opengyre.cells.step import OpenStep
 from opengyre.errors import CellError
 from opengyre.executions.outcome import ExecutionResult
 from opengyre.executions.task import Task
-from opengyre.run import checkpoints
 from opengyre.run.parts import Parts
-from opengyre.run.step import OpenStep
 from opengyre.run.summary import StepGroups, Summary
 from opengyre.samples.build import pack_micro_steps
+from opengyre.training import folders as checkpoints
 from opengyre.training.base import StepStats
 
 T = TypeVar("T")

@@ -26,7 +26,6 @@ from opengyre.proxy.calls import CallDriver
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Sessions
 from opengyre.record.store import Store
-from opengyre.run import checkpoints
 from opengyre.run.door import SessionDoor
 from opengyre.run.evaluation import Evaluation
 from opengyre.run.harvest import Harvest
@@ -34,6 +33,7 @@ from opengyre.run.journal import DROPPED, Journal, QueryRow
 from opengyre.run.preflight import Prepared
 from opengyre.run.states import ExecutionStates
 from opengyre.samples.assemble import Assembler, AssemblerState, Pending
+from opengyre.training import folders as checkpoints
 from opengyre.transfer.shared_memory import SharedMemoryTransfer
 from opengyre.watch.events import EventLog
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from opengyre.cells.step import OpenStep
 from opengyre.config import RunConfig
 from opengyre.executions.outcome import ExecutionResult
-from opengyre.run.step import OpenStep
 from opengyre.samples.build import GroupSamples
 from opengyre.training.base import StepStats
 

@@ -25,9 +25,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from opengyre.errors import TrainingError
+from opengyre.training.folders import SAVING
 
-FOLDER = "checkpoints"  # inside a run folder
-SAVING = ".saving"
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -58,31 +57,6 @@ class Loaded:
     steps: int
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
-
-
-def folder_of(run_dir: Path, version: int) -> Path:
-    """Where a run keeps the checkpoint of a weights version."""
-    return run_dir / FOLDER / f"version-{version:06d}"
-
-
-def whole(run_dir: Path) -> list[Path]:
-    """A run's complete checkpoints, oldest first."""
-    return sorted(p.parent for p in (run_dir / FOLDER).glob("version-*/state.json") if not p.parent.suffix)
-
-
-def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None."""
-    return next(reversed(whole(run_dir)), None)
-
-
-def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints, each renamed first: none is ever half there. Returns them."""
-    old = whole(run_dir)[:-keep]
-    for folder in old:
-        doomed = folder.with_name(f"{folder.name}.{os.getpid()}{SAVING}")
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-    return old
 
 
 def save(

@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints; torch-free. What is in one is the trainer's business (training/checkpoint.py).
+"""Where a run keeps its checkpoints; torch-free. What is in one is checkpoint.py's business.
 
 A checkpoint is whole exactly when its folder has its final name and a ``state.json``: it is written beside and renamed.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from opengyre.run.pulse import Pulse
+from opengyre.cells.pulse import Pulse
 from opengyre.samples.ledger import Claim, MicroState, StepLedger, Verdict
 from opengyre.samples.types import Sample
 from opengyre.training.base import MicroStats
