@@ -7,8 +7,8 @@ import os
 import threading
 
 import pytest
-from executions_world import KINDS, FakeDoor, config, harness, run_once, served, task
 
+from executions_world import KINDS, FakeDoor, config, harness, run_once, served, task
 from opengyre.config import HarnessConfig
 from opengyre.errors import SandboxError
 from opengyre.executions.groups import GroupRunner

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from executions_world import KINDS
 
+from executions_world import KINDS
 from opengyre.errors import HarnessError
 from opengyre.executions.harness.base import Launch
 from opengyre.executions.sandbox import nursery

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from executions_world import KINDS, FakeDoor, config, run_once, served, task
 
+from executions_world import KINDS, FakeDoor, config, run_once, served, task
 from opengyre.errors import EvaluatorError
 from opengyre.executions.evaluate import COPY, evaluate, read_reward
 from opengyre.executions.outcome import Outcome

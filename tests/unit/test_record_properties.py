@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_making import Talk
 
 from opengyre.record.call import digest_ids
 from opengyre.record.draw import check_tree, draw_tree
 from opengyre.record.roles import assign_roles
 from opengyre.record.store import Store
 from opengyre.record.tree import Tree
+from record_making import Talk
 
 Message = tuple[int, ...]
 words = st.lists(st.integers(10, 12), min_size=1, max_size=4).map(tuple)  # few words: equal pieces are the rule

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from record_making import Talk, chain
-
 from opengyre.record.draw import draw_tree
 from opengyre.record.roles import ROLE_HEADERS, assign_roles
 from opengyre.record.types import Finish, Role
+from record_making import Talk, chain
 
 S, TASK = (100, 101), (110,)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from record_making import Talk, chain, reply
 
 from opengyre.errors import RecordError
 from opengyre.record.store import Store
 from opengyre.record.tree import Tree
+from record_making import Talk, chain, reply
 
 HERE = Path(__file__).parent
 WRITER = """

@@ -6,13 +6,13 @@ import threading
 
 import numpy as np
 import pytest
-from record_making import Talk, chain, ids, meta, reply
 
 from opengyre.errors import RecordError
 from opengyre.record.call import CommittedCall, digest_ids
 from opengyre.record.draw import check_tree
 from opengyre.record.tree import ROOT, Tree
 from opengyre.record.types import Finish
+from record_making import Talk, chain, ids, meta, reply
 
 SYSTEM, TASK, TOOL = (100, 101, 102), (110, 111), (120,)
 

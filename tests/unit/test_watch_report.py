@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_watch_state import START, ev
-from tree_making import tree_json
 
 from opengyre.watch.history import History, Lane
 from opengyre.watch.intervals import difference, wilson
@@ -17,6 +15,8 @@ from opengyre.watch.report import write_report
 from opengyre.watch.state import Phase
 from opengyre.watch.verdict import judge
 from synthetic_run import Synthetic, write
+from test_watch_state import START, ev
+from tree_making import tree_json
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 

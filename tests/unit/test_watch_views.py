@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_watch_state import START, ev, step
 
 from opengyre.config import WatchConfig
 from opengyre.watch import text
@@ -17,6 +16,7 @@ from opengyre.watch.screen import screen
 from opengyre.watch.state import RunState
 from opengyre.watch.terminal import LiveView, make_view
 from synthetic_run import Synthetic
+from test_watch_state import START, ev, step
 
 LOG = [
     START,

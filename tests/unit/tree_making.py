@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from record_making import Talk
-
 from opengyre.record.roles import assign_roles
 from opengyre.samples.build import build_samples
 from opengyre.watch.tree_json import trained_masks, tree_to_json
+from record_making import Talk
 
 MAIN = {"system_head": "You are a coding agent.", "tool_names": ("bash", "edit"), "tools": "main"}
 SUB = {"system_head": "You search the code base.", "tool_names": ("grep",), "tools": "sub"}
