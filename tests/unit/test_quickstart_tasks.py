@@ -78,11 +78,11 @@ def test_every_split_mixes_small_and_big_tasks(tasks):
 def test_the_cases_of_every_function_tell_the_mistake_from_the_reference(tasks):
     for behaviour in BEHAVIOURS.values():
         for constant in (2, 9):
-            function = Function("price", behaviour, constant)
+            function = Function("tax", behaviour, constant)
             cases = function.cases(__import__("random").Random(constant), 4)
             wrong: dict = {}
             exec(function.definition(right=False), wrong)
-            assert len(cases) == 4 and any(wrong["price"](value) != expected for value, expected in cases)
+            assert len(cases) == 4 and any(wrong["tax"](value) != expected for value, expected in cases)
 
 
 @pytest.mark.parametrize("index", [0, 3])

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-NAMES = (  # short common words: few tokens each, and none of them hints at a behaviour
-    *("price", "stock", "cost", "rate", "size", "page"),
-    *("lane", "load", "tier", "team", "room", "seat"),
-)
+NAMES = ("tax", "fee", "lot", "bin", "row", "bag", "box", "tag", "cup", "map")  # few tokens, and no hint at a behaviour
 CONSTANTS = range(2, 10)  # one digit, one token; 0 and 1 make several behaviours trivial
 
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """``line``, ``reference`` and ``mistake`` hold ``{n}`` for the constant; ``argument`` is x (an int) or s (ints)."""
+    """``argument`` is x (an int) or s (a list of ints); n is a constant, the default of a second argument."""
 
     key: str
     argument: str
@@ -32,14 +29,14 @@ class Behaviour:
 BEHAVIOURS: dict[str, Behaviour] = {
     b.key: b
     for b in (
-        Behaviour("cap", "x", "x at most {n}", "min(x, {n})", "max(x, {n})"),
-        Behaviour("floor", "x", "x at least {n}", "max(x, {n})", "min(x, {n})"),
-        Behaviour("up", "x", "x up to a multiple of {n}", "-(-x // {n}) * {n}", "x // {n} * {n}"),
-        Behaviour("divides", "x", "is x a multiple of {n}", "x % {n} == 0", "x // {n} == 0"),
-        Behaviour("first", "s", "first {n} of s", "s[:{n}]", "s[{n}:]"),
-        Behaviour("last", "s", "last {n} of s", "s[-{n}:]", "s[:-{n}]"),
-        Behaviour("over", "s", "count of s over {n}", "sum(v > {n} for v in s)", "sum(v >= {n} for v in s)"),
-        Behaviour("top", "s", "top {n} of s", "sorted(s)[::-1][:{n}]", "sorted(s)[:{n}]"),
+        Behaviour("cap", "x", "x at most n", "min(x, n)", "max(x, n)"),
+        Behaviour("floor", "x", "x at least n", "max(x, n)", "min(x, n)"),
+        Behaviour("up", "x", "x up to a multiple of n", "-(-x // n) * n", "x // n * n"),
+        Behaviour("divides", "x", "is x a multiple of n", "x % n == 0", "x // n == 0"),
+        Behaviour("first", "s", "first n of s", "s[:n]", "s[n:]"),
+        Behaviour("last", "s", "last n of s", "s[-n:]", "s[:-n]"),
+        Behaviour("over", "s", "count of s over n", "sum(v > n for v in s)", "sum(v >= n for v in s)"),
+        Behaviour("top", "s", "top n of s", "sorted(s)[::-1][:n]", "sorted(s)[:n]"),
     )
 }
 
@@ -54,17 +51,22 @@ class Function:
 
     @property
     def signature(self) -> str:
+        """How reports name it."""
         return f"{self.name}({self.behaviour.argument})"
+
+    @property
+    def head(self) -> str:
+        """How requirements and source name it."""
+        return f"{self.name}({self.behaviour.argument}, n={self.constant})"
 
     @property
     def requirement(self) -> str:
         """Its line in the requirements file."""
-        return f"{self.signature}: {self.behaviour.line.format(n=self.constant)}"
+        return f"{self.head}: {self.behaviour.line}"
 
     def definition(self, *, right: bool = True) -> str:
         """Its source, as the reference or as the careless author writes it."""
-        expression = self.behaviour.reference if right else self.behaviour.mistake
-        return f"def {self.signature}: return {expression.format(n=self.constant)}\n"
+        return f"def {self.head}: return {self.behaviour.reference if right else self.behaviour.mistake}\n"
 
     def cases(self, rng: Random, count: int) -> list[list[Any]]:
         """``count`` pairs [input, expected result], at least half of which the mistake gets wrong."""

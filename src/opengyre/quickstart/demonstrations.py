@@ -17,6 +17,7 @@ from typing import Any
 from opengyre.proxy.conversation import Conversation, Message, Text, Tool, ToolCall, ToolResult
 from opengyre.proxy.render import Renderer
 from opengyre.quickstart import check, harness
+from opengyre.quickstart.behaviours import Function
 from opengyre.quickstart.demonstrator import Demonstrator, Habits, memory_tools
 from opengyre.quickstart.tasks import INSTRUCTION, Blueprint
 
@@ -104,3 +105,18 @@ def sequence(history: Conversation, renderer: Renderer) -> tuple[list[int], list
         sampled += [False] * len(prompt) + [True] * len(reply)
         start = i + 1
     return ids, sampled
+
+
+def drill(renderer: Renderer, functions: list[Function], rng: Random, habits: Habits) -> tuple[list[int], list[bool]]:
+    """A requirements file, the write call for it and the report, without a conversation around them.
+
+    Every third token of it is a copied one, where a history has one in ten: a model learns to copy from these first.
+    """
+    chosen = {f.name: f for f in rng.sample(functions, rng.randint(2, 8))}.values()
+    right = [rng.random() < habits.right[f.behaviour.key] for f in chosen]
+    source = "".join(f.definition(right=good) for f, good in zip(chosen, right, strict=True))
+    write = said(Message("assistant", (ToolCall("", "write", {"path": "lib.py", "content": source}),)))
+    report = "".join(f"{f.signature} {'ok' if good else 'FAIL'}\n" for f, good in zip(chosen, right, strict=True))
+    asked = renderer.encode("lib.py\n" + "".join(f"{f.requirement}\n" for f in chosen))
+    answer = [token for text in (write, report) for token in renderer.encode(text)]
+    return asked + answer, [False] * len(asked) + [True] * len(answer)
