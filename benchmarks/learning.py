@@ -28,7 +28,7 @@ def run(name: str, folder: Path, settings: list[str]) -> float:
     gained = 100 * (after["pass_rate"] - before["pass_rate"])
     curve = " ".join(f"{100 * rate:.0f}" for rate in steps)
     print(
-        f"{name:<8} held-out {100 * before['pass_rate']:5.1f} % -> {100 * after['pass_rate']:5.1f} %, {gained:+.1f} points"
+        f"{name:<8} {100 * before['pass_rate']:5.1f} % -> {100 * after['pass_rate']:5.1f} %, {gained:+.1f} points"
         f" over {after['executions']} executions, {events[-1]['t']:.0f} s; training pass rate by step: {curve}",
         flush=True,
     )

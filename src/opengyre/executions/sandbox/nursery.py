@@ -161,7 +161,7 @@ async def _until(reader: asyncio.StreamReader, timeout_s: float, held_s: Callabl
         while (left := timeout_s + held_s() - (clock() - started)) > 0:
             if (await asyncio.wait({report}, timeout=left))[0]:
                 return report.result()
-        return None
+        return report.result() if report.done() else None  # it may have come in the very moment of the deadline
     except OSError:
         return b""
     finally:
