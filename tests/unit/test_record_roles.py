@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from opengyre.record.draw import draw_tree
 from opengyre.record.roles import ROLE_HEADERS, assign_roles
 from opengyre.record.types import Finish, Role
@@ -102,13 +104,14 @@ def test_qwen_code():
     }  # fmt: skip
 
 
-def test_any_harness_by_structure():
+@pytest.mark.parametrize("order", ["Summarize the work so far.", "Summarize."])
+def test_any_harness_by_structure(order):
     """The built-in harness among others: the summary request is a last text on the same system prompt and tools."""
     talk = Talk()
     main = Agent(talk, "You build things.", ("write", "run"), "Build a parser").turn(3)
     Agent(talk, "You are a helper.", ("run",), "Check the parser").turn(2)
     main.turn()
-    main.aside("Summarize the work so far.", cut=-2)
+    main.aside(order, cut=-2)
     main.compacted("Build a parser\nSo far: half of it").turn(2)
     assert roles(talk) == ["sub_agent", "main", "main_summary", "main"]
 

@@ -25,6 +25,7 @@ ROLE_HEADERS = frozenset(
 # A request to summarise names the deed and what it is done to; either word alone is an everyday task.
 ASKS = re.compile(r"\b(summari[sz]|summary|compact|condense|hand-?off)", re.IGNORECASE)
 OF_WHAT = re.compile(r"\b(conversation|history|context|session|progress|so far|transcript|work|done)\b", re.IGNORECASE)
+BARE_ORDER = 3  # words; a longer text that names no conversation may well be a task about summaries
 
 Override = Callable[[Tree, int], Role | None]
 
@@ -149,4 +150,5 @@ def _rule(meta: CallMeta) -> Callable[[CallMeta, Around], Kind]:
 
 
 def _asks(text: str) -> bool:
-    return bool(ASKS.search(text) and OF_WHAT.search(text))
+    """True for a request to summarise what was said so far; a bare order can mean nothing else."""
+    return bool(ASKS.search(text) and (OF_WHAT.search(text) or len(text.split()) <= BARE_ORDER))
