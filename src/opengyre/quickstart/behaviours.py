@@ -29,11 +29,9 @@ class Behaviour:
 BEHAVIOURS: dict[str, Behaviour] = {
     b.key: b
     for b in (
-        Behaviour("cap", "x", "x at most n", "min(x, n)", "max(x, n)"),
-        Behaviour("floor", "x", "x at least n", "max(x, n)", "min(x, n)"),
+        Behaviour("cap", "x", "x at most n", "min(x, n)", "min(x, -n)"),
+        Behaviour("floor", "x", "x at least n", "max(x, n)", "max(x, -n)"),
         Behaviour("up", "x", "x up to a multiple of n", "-(-x // n) * n", "x // n * n"),
-        Behaviour("divides", "x", "is x a multiple of n", "x % n == 0", "x // n == 0"),
-        Behaviour("first", "s", "first n of s", "s[:n]", "s[n:]"),
         Behaviour("last", "s", "last n of s", "s[-n:]", "s[:-n]"),
         Behaviour("over", "s", "count of s over n", "sum(v > n for v in s)", "sum(v >= n for v in s)"),
         Behaviour("top", "s", "top n of s", "sorted(s)[::-1][:n]", "sorted(s)[:n]"),

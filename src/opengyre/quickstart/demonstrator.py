@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from opengyre.quickstart import check, harness
-from opengyre.quickstart.behaviours import Function
+from opengyre.quickstart.behaviours import BEHAVIOURS, Function
 from opengyre.quickstart.tasks import Blueprint
 
 _DOCUMENT = {"lib.py": "SPEC.md", "util.py": "UTIL.md"}
@@ -30,15 +30,12 @@ class Habits:
     """Probabilities of the demonstrator's decisions."""
 
     right: Mapping[str, float] = field(
-        default_factory=lambda: {
-            **{"cap": 0.6, "floor": 0.5, "up": 0.5, "divides": 0.6},
-            **{"first": 0.65, "last": 0.5, "over": 0.5, "top": 0.55},
-        }
+        default_factory=lambda: dict.fromkeys(BEHAVIOURS, 0.6)
     )  # by behaviour: the expression is the reference
-    right_when_fixing: float = 0.6  # of a function the check reported
+    right_when_fixing: float = 0.4  # of a function the check reported: who erred once tends to err again
     checks: float = 0.7  # runs ./check before it says it is done
     sub_checks: float = 0.4  # the same, in a sub-agent
-    fixes: float = 0.65  # goes on after a failed check
+    fixes: float = 0.6  # goes on after a failed check
     delegates: float = 0.85  # gives util.py to a sub-agent
     at_once: float = 0.5  # of delegations: in the same turn as writing lib.py
     rereads: float = 0.1  # reads back what it wrote

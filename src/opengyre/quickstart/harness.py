@@ -39,7 +39,7 @@ SUMMARY_HEAD = "So far: "
 
 COMPACT_AT = 230  # tokens of one call, prompt and reply; a clean run of a big task stays below
 MAX_TOKENS = 160  # of one reply; twice what the longest useful one needs
-MAX_TURNS = 24  # model calls of one agent
+MAX_TURNS = 12  # model calls of one agent; a clean run needs 4 or 5
 MAX_RESAMPLED = 2  # replies in a row that are thrown away because they were cut or empty
 TOOL_LIMIT_S = 120.0  # longest run of one command
 OUTPUT_LIMIT = 2000  # characters of a tool result
