@@ -39,7 +39,7 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps({"reward": reward, "checks": {}}
 """
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, hidden_size: int = 32) -> Path:
     """A random Qwen3 with a real tokenizer and chat template."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -49,7 +49,7 @@ def make_model(folder: Path) -> Path:
     end = tokenizer.token_to_id("<|im_end|>")
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

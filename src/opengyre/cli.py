@@ -28,6 +28,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"opengyre: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except OSError as error:
+        if args.debug:
+            raise
+        print(f"opengyre: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

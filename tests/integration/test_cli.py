@@ -1,6 +1,9 @@
 """The command line: bad input is one clear line and an exit code, and leaves nothing behind."""
 
+import resource
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 import tiny_run
 from opengyre.cli import main
 from opengyre.config import to_toml
+from opengyre.run.inspect import replay
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +90,32 @@ def test_a_run_folder_is_never_overwritten(file: Path, tmp_path: Path, capsys: p
 def test_inspecting_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("tree", "replay", "report"):
         fails(capsys, [command, str(tmp_path)], "holds no run")
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file), "--set", "steps=1"]) == 0
+    capsys.readouterr()
+    other = tiny_run.make_model(tmp_path / "other", hidden_size=48)
+    before = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    resume = ["train", str(tmp_path / "run"), "--resume", "--set", "steps=2", "--set", f"model.path={other}"]
+    fails(capsys, resume, "version-000001", "hidden_size is 32", "this model has 48")
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == before
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_what_was_committed_stays(file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "opengyre", "train", str(file), "--set", "steps=40"]
+
+    def no_file_beyond_some_steps() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+
+    done = subprocess.run(
+        command, preexec_fn=no_file_beyond_some_steps, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("opengyre: ") and done.stderr.count("\n") == 1
+    assert "too large" in done.stderr or "full" in done.stderr or "I/O" in done.stderr
+    checked, differences = replay(tmp_path / "run")
+    assert checked.calls > 0 and differences == []
+    assert main(["train", str(tmp_path / "run"), "--resume", "--set", "steps=3"]) == 0

@@ -16,6 +16,7 @@ from opengyre.config import RunConfig
 from opengyre.record.store import Store
 from opengyre.run.conductor import Conductor
 from opengyre.run.inspect import draw_execution, replay
+from opengyre.run.journal import Journal
 from opengyre.run.parts import Parts, assemble_parts
 from opengyre.run.preflight import claim_run_dir, prepare
 from opengyre.run.train import train
@@ -33,8 +34,13 @@ def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def assert_trained_once(run_dir: Path, config: RunConfig) -> None:
     """SPEC §3.5 and §3.10: each query in one step, each sampled token in at most one sample, every path rebuilds."""
-    trained = [e["query"] for e in events_of(run_dir, "query") if e["state"] == "trained"]
-    assert len(trained) == len(set(trained)) == config.steps * config.samples.queries_per_step
+    journal = Journal(run_dir / "run.db")
+    by_step = Counter(row.trained_step for row in journal.queries("train"))
+    assert by_step == dict.fromkeys(range(1, config.steps + 1), config.samples.queries_per_step)
+    assert [s["step"] for s in journal.steps()] == list(range(1, config.steps + 1))
+    journal.close()
+    said = [e["query"] for e in events_of(run_dir, "query") if e["state"] == "trained"]
+    assert len(said) == len(set(said))
     checked, differences = replay(run_dir)
     assert differences == [] and checked.calls > 0
     with Store.open(run_dir / "calls.db", readonly=True) as store:

@@ -69,6 +69,7 @@ class Controller:
         self._work, self._restore_core, self._on_roles = work, restore_core, on_roles
         self._switch_costs: list[float] = []
         self._switches = 0
+        self._version = -1  # the committed one; -1 until the core has said what the run stands on
         self._publications = 0
         self._kept: list[str] = []
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -126,8 +127,25 @@ class Controller:
         self.open_step = step
         self.pulse.beat()
 
-    async def publish(self, version: int) -> None:
-        """The core's weights are ``version``: store them, and have every serving cell pull them."""
+    def committed(self, version: int) -> None:
+        """A step is durable: ``version`` is what a core that is replaced from now on has to hold."""
+        self.open_step = None
+        self._version = version
+
+    async def publish(self) -> None:
+        """Have serving cells hold the committed version; returns when it is published, by a new core if need be."""
+        while self.published.version != self._version:
+            seen = self.pulse.count
+            try:
+                await self._publish()
+            except CellError:  # the core is being replaced, and its replacement publishes
+                await self.pulse.after(seen, TICK_S)
+        serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
+        await asyncio.gather(*(self._pull_or_lose(cell) for cell in serving))
+
+    async def _publish(self) -> None:
+        """Store the core's weights where cells can pull them."""
+        version = self._version
         self._publications += 1  # a version is published again when the core was replaced, and keys are written once
         key = f"weights-{version}-{self._publications}"
         ref = await self._core.process.call("publish", key=key)
@@ -136,8 +154,6 @@ class Controller:
         self._kept.append(key)
         while len(self._kept) > _KEPT_WEIGHTS:
             self._core.process.notify("drop", key=self._kept.pop(0))
-        serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
-        await asyncio.gather(*(self._pull_or_lose(cell) for cell in serving))
 
     # --- deciding
 
@@ -285,7 +301,8 @@ class Controller:
 
     async def _restore(self) -> None:
         """Have a fresh core process load what the run stands on, and publish it."""
-        await self.publish(await self._restore_core(self._core.process, self.published.version))
+        self._version = await self._restore_core(self._core.process, self._version)
+        await self._publish()
 
     async def _enter_role(self, cell: LiveCell, reason: str) -> None:
         if cell.spec.core:

@@ -61,6 +61,7 @@ class Conductor:
                     await self._evaluate(f"step-{self._assembler.version}")
         finally:
             self._collecting.cancel()
+            self._collecting = None
         after = await self._evaluate("after")
         version = self._controller.published.version
         return Summary(self._assembler.version, version, before, after)
@@ -150,10 +151,13 @@ class Conductor:
                 if step.complete and self._controller.core_alive:
                     try:
                         await self._apply(step)
-                        break
                     except CellError as error:  # the core is being replaced; the step starts over on the new one
                         self._events.emit("note", level="warning", text=f"step {step.number} not committed: {error}")
+                    else:
+                        break
             await self._controller.pulse.after(seen)
+        await self._controller.publish()
+        checkpoints.prune(self._run_dir, self._config.train.keep_checkpoints)
 
     async def _apply(self, step: OpenStep) -> None:
         core, controller, groups = self._controller.core_process, self._controller, self._step_groups
@@ -166,11 +170,8 @@ class Conductor:
         self._journal.prepare_step(step.number, version, groups.queries, figures)
         if learned and (version % self._config.train.checkpoint_every == 0 or step.number == self._config.steps):
             await core.call("save", folder=str(checkpoints.folder_of(self._run_dir, version)))
-        controller.open_step = None
+        controller.committed(version)  # from here on the step is done, whatever happens to the core
         self._assembler.commit()
-        if learned:
-            await controller.publish(version)
-            checkpoints.prune(self._run_dir, self._config.train.keep_checkpoints)
         self._step_began = self._events.now
         self._events.emit("step", **figures)
         for query_id in groups.queries:
@@ -195,6 +196,10 @@ class Conductor:
 
     def _resume_queries(self) -> None:
         """Take up the queries that an earlier life of this run had admitted and not trained."""
+        logged = {event["step"] for event in self._parts.past if event["kind"] == "step"}
+        for figures in self._journal.steps():
+            if figures["step"] not in logged:  # committed in the last moment of an earlier life
+                self._events.emit("step", **figures)
         for row in self._parts.unfinished:
             results = self._journal.results(row.query_id)
             if row.complete:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,7 +41,10 @@ from opengyre.watch.events import EventLog
 
 @dataclass
 class Parts:
-    """Everything a conductor drives. ``life`` counts the processes that have worked on this run, from 0."""
+    """Everything a conductor drives.
+
+    ``life`` counts the processes that have worked on this run, from 0; ``past`` are the events of the earlier ones.
+    """
 
     prepared: Prepared
     life: int
@@ -53,6 +57,7 @@ class Parts:
     controller: Controller
     harvest: Harvest
     door: SessionDoor
+    past: list[dict[str, Any]]
 
     def task(self, task_id: str) -> Task:
         """The training task of a name."""
@@ -60,7 +65,9 @@ class Parts:
 
 
 @asynccontextmanager
-async def assemble_parts(prepared: Prepared, events: EventLog) -> AsyncIterator[Parts]:
+async def assemble_parts(
+    prepared: Prepared, events: EventLog, past: Sequence[dict[str, Any]] = ()
+) -> AsyncIterator[Parts]:
     """Make and start everything; on the way out, end it in the opposite order.
 
     Raises:
@@ -110,7 +117,18 @@ async def assemble_parts(prepared: Prepared, events: EventLog) -> AsyncIterator[
         await controller.start()
         evaluation = Evaluation(config.eval, prepared.held_out, held_out, journal, events)
         yield Parts(
-            prepared, life, journal, events, assembler, unfinished, groups, evaluation, controller, harvest, door
+            prepared,
+            life,
+            journal,
+            events,
+            assembler,
+            unfinished,
+            groups,
+            evaluation,
+            controller,
+            harvest,
+            door,
+            list(past),
         )
 
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from typing import TextIO
 
-from opengyre.errors import OpenGyreError
+from opengyre.errors import OpenGyreError, RecordError
 from opengyre.run.conductor import Conductor
 from opengyre.run.parts import assemble_parts, cell_names
 from opengyre.run.preflight import Prepared, claim_run_dir
@@ -32,7 +32,8 @@ def train(prepared: Prepared, output: TextIO) -> Summary:
     finally:
         lock.close()
         if prepared.config.watch.report and (prepared.run_dir / "events.jsonl").exists():
-            write_report(prepared.run_dir)
+            with contextlib.suppress(OSError):  # a report can be made later; it must not hide how the run ended
+                write_report(prepared.run_dir)
 
 
 async def _train(prepared: Prepared, output: TextIO) -> Summary:
@@ -61,7 +62,7 @@ async def _train(prepared: Prepared, output: TextIO) -> Summary:
         reason = "stopped"
         try:
             with _stop_on_signals():
-                async with assemble_parts(prepared, events) as parts:
+                async with assemble_parts(prepared, events, past) as parts:
                     summary = await Conductor(parts).run()
             reason = "done"
             return summary
@@ -72,7 +73,8 @@ async def _train(prepared: Prepared, output: TextIO) -> Summary:
             reason = "interrupted"
             raise KeyboardInterrupt from None
         finally:
-            events.emit("run", state="end", reason=reason)
+            with contextlib.suppress(RecordError):  # what is wrong with the disk has been said
+                events.emit("run", state="end", reason=reason)
 
 
 @contextlib.contextmanager

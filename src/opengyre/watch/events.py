@@ -29,6 +29,8 @@ from typing import Any
 
 import msgspec
 
+from opengyre.errors import RecordError
+
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -59,9 +61,12 @@ class EventLog:
         self._listeners.append(listener)
 
     def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Append one event and pass it to the listeners."""
+        """Append one event and pass it to the listeners. Raises RecordError when it cannot be written (a full disk)."""
         event = {"t": round(self.now, 4), "kind": kind, **fields}
-        self._file.write(msgspec.json.encode(event) + b"\n")
+        try:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as error:
+            raise RecordError(f"cannot be written: {error.strerror}", where=str(self._path)) from None
         for listener in self._listeners:
             listener(event)
         return event
