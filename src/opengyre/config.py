@@ -95,7 +95,7 @@ class CellsConfig(_Table, frozen=True, kw_only=True):
     max_batch: int = 16  # sequences decoded together
     prefill_chunk: int = 512  # tokens of prefill between two decode steps
     pin: bool = False  # pin each cell to one core, round robin
-    heartbeat_s: float = 10.0  # a cell silent for longer is probed, then replaced
+    heartbeat_s: float = 10.0  # rollout cells are asked so often, and replaced if one does not answer for as long
     switch_deadline_s: float = 60.0  # a role switch not done by then is rolled back
     kv_transfer: bool = True  # move KV with preempted calls where versions agree
 

@@ -100,8 +100,10 @@ async def conduct(config: RunConfig, meanwhile: Callable[[Parts, EventLog], Any]
         lock.close()
 
 
-def killer(cell: str, when: Callable[[dict[str, Any]], bool]) -> Callable[[Parts, EventLog], None]:
-    """SIGKILL a cell's process the first time an event says so."""
+def killer(
+    cell: str, when: Callable[[dict[str, Any]], bool], number: signal.Signals = signal.SIGKILL
+) -> Callable[[Parts, EventLog], None]:
+    """Send a signal to a cell's process the first time an event says so."""
 
     def start(parts: Parts, events: EventLog) -> None:
         armed = [True]
@@ -109,7 +111,7 @@ def killer(cell: str, when: Callable[[dict[str, Any]], bool]) -> Callable[[Parts
         def listen(event: dict[str, Any]) -> None:
             if armed and when(event):
                 armed.clear()
-                os.kill(parts.controller.cells[cell].process.pid, signal.SIGKILL)
+                os.kill(parts.controller.cells[cell].process.pid, number)
 
         events.listen(listen)
 
@@ -138,3 +140,17 @@ def test_a_cell_that_dies_costs_nothing_but_time(
     assert [e["version"] for e in events_of(run_dir, "step")] == [1, 2, 3]
     outcomes = Counter(e["outcome"] for e in events_of(run_dir, "execution") if e["state"] == "done")
     assert set(outcomes) == {"finished"}
+
+
+def test_a_cell_that_hangs_is_replaced_and_no_harness_notices(tmp_path: Path, model: Path) -> None:
+    """Alive but silent: found by the probe, its calls go on elsewhere."""
+    config = tiny_run.config(tmp_path, model, cells={"heartbeat_s": 0.3})
+
+    def when(event: dict[str, Any]) -> bool:
+        return event["kind"] == "execution" and event["state"] == "done" and event["split"] == "train"
+
+    asyncio.run(conduct(config, killer("satellite-1", when, signal.SIGSTOP)))
+    run_dir = Path(config.run_dir)
+    assert_trained_once(run_dir, config)
+    assert any("satellite-1 is replaced" in e["text"] for e in events_of(run_dir, "note"))
+    assert {e["outcome"] for e in events_of(run_dir, "execution") if e["state"] == "done"} == {"finished"}

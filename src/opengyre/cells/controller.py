@@ -24,7 +24,7 @@ from opengyre.cells.step import OpenStep
 from opengyre.cells.training_loop import TrainingLoop
 from opengyre.cluster.base import CellProcess, Cluster
 from opengyre.config import RunConfig
-from opengyre.errors import CellError, OpenGyreError
+from opengyre.errors import CellError, OpenGyreError, TransferError
 from opengyre.watch.events import EventLog
 
 TICK_S = 0.5  # cool-downs and leases run out without an event
@@ -74,7 +74,8 @@ class Controller:
         self._kept: list[str] = []
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._restarts: dict[str, int] = {}
-        self._controlling: asyncio.Task[None] | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._background: list[asyncio.Task[None]] = []
         self._closing = False
         for cell in cells:
             cell.connect(published=lambda: self.published, on_change=self._changed)
@@ -88,12 +89,15 @@ class Controller:
         for cell in self.cells.values():
             self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
         await asyncio.gather(*(self._enter_role(cell, "start") for cell in self.cells.values()))
-        self._controlling = asyncio.create_task(self._control(), name="controller")
+        self._background = [
+            asyncio.create_task(self._control(), name="controller"),
+            asyncio.create_task(self._probe(), name="probe"),
+        ]
 
     async def close(self) -> None:
         """Stop deciding, then end every cell."""
         self._closing = True
-        tasks = [self._controlling, *self._watchers.values()]
+        tasks: list[asyncio.Task[None] | None] = [*self._background, *self._watchers.values(), *self._replacing]
         tasks += [task for cell in self.cells.values() for task in (cell.switching, cell.training)]
         for task in tasks:
             if task is not None:
@@ -228,13 +232,13 @@ class Controller:
                 else:
                     switch = await cell.to_rollout(reason)
             self._switched(cell, switch)
-        except (CellError, TimeoutError) as error:
-            await self._replace(cell, f"switch to {role} failed: {error or 'deadline'}")
+        except (CellError, TransferError, TimeoutError) as error:
+            cell.switching = None  # what replaces the cell must not end this task
+            self._broken(cell, f"switch to {role} failed: {error or 'deadline'}")
         except OpenGyreError as error:
             self._fail(error)
-        finally:
-            cell.switching = None
-            self.pulse.beat()
+        cell.switching = None
+        self.pulse.beat()
 
     def _switched(self, cell: LiveCell, switch: Switch) -> None:
         self._switch_costs = [*self._switch_costs[-20:], switch.total_s]
@@ -262,15 +266,39 @@ class Controller:
 
     def _training_ended(self, cell: LiveCell, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, CellError):
-            self._fail(error)  # a CellError is the process watcher's business
+        if isinstance(error, TransferError):
+            self._broken(cell, str(error))
+        elif error is not None and not isinstance(error, CellError):  # a CellError is the process watcher's business
+            self._fail(error)
 
     # --- deaths
 
     async def _watch(self, cell: LiveCell) -> None:
         tail = await cell.process.wait()
-        if not self._closing:
-            asyncio.create_task(self._replace(cell, tail.splitlines()[-1] if tail else "process ended"))  # noqa: RUF006
+        self._broken(cell, tail.splitlines()[-1] if tail else "process ended")
+
+    async def _probe(self) -> None:
+        """Find rollout cells that are alive and do not answer. A training cell is silent while it computes; its leases
+        run out instead."""
+        every_s = self._config.cells.heartbeat_s
+        while True:
+            await asyncio.sleep(every_s)
+            serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
+            await asyncio.gather(*(self._probe_one(cell, every_s) for cell in serving))
+
+    async def _probe_one(self, cell: LiveCell, timeout_s: float) -> None:
+        process = cell.process
+        try:
+            await process.call("load", timeout_s=timeout_s)
+        except CellError as error:
+            if cell.has_process and cell.process is process:  # it may have been replaced meanwhile
+                self._broken(cell, str(error))
+
+    def _broken(self, cell: LiveCell, reason: str) -> None:
+        """Replace ``cell``, in a task of its own: whoever noticed must not wait for it, and may be ended by it."""
+        task = asyncio.create_task(self._replace(cell, reason), name=f"{cell.name} replacement")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, cell: LiveCell, reason: str) -> None:
         """Take a broken cell out, start it anew and give it its role back."""
@@ -315,8 +343,8 @@ class Controller:
     async def _pull_or_lose(self, cell: LiveCell) -> None:
         try:
             await cell.pull()
-        except CellError as error:
-            await self._replace(cell, str(error))
+        except (CellError, TransferError) as error:
+            self._broken(cell, str(error))
 
     def _changed(self) -> None:
         self._on_roles()
