@@ -165,8 +165,9 @@ class CellWorker:
         return {"calls": calls, "kv_tokens": kv_tokens}
 
     def op_release(self, regions: list[str]) -> None:
-        """Free engine memory."""
+        """Free engine memory; a call that came after the drain is stopped too, and told so by the engine loop."""
         self._engine.release(set(regions))
+        self._wake.set()
 
     def op_resume(self, regions: list[str]) -> None:
         """Take engine memory back; the engine serves when all regions are back and the weights are known."""
