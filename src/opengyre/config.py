@@ -125,7 +125,7 @@ class TrainConfig(_Table, frozen=True, kw_only=True):
     clip_high: float = 4e-4
     old_logprobs: Literal["behaviour", "decoupled"] = "behaviour"  # decoupled: recomputed at step start, with TIS
     tis_cap: float = 2.0  # truncated importance sampling, decoupled only
-    kl_weight: float = 0.0
+    kl_weight: float = 0.0  # of a KL term to the model the run starts from; above 0 each cell holds it a second time
     micro_step_tokens: int = 8192  # token budget of a micro-step
     lease_s: float = 120.0  # a claim not done by then goes to another cell
     flush_every: int = 4  # micro-steps a satellite accumulates before it hands its sum over
@@ -229,6 +229,7 @@ _MINIMA: dict[str, float] = {
     "sampling.temperature": 1e-3,
     "train.learning_rate": 0.0,
     "train.micro_step_tokens": 64,
+    "train.kl_weight": 0.0,
     "train.flush_every": 1,
     "train.checkpoint_every": 1,
     "train.keep_checkpoints": 1,

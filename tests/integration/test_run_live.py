@@ -74,7 +74,9 @@ def test_every_policy_trains_the_same_queries(tmp_path: Path, model: Path, polic
 def test_no_harness_notices_that_cells_change_role_all_the_time(tmp_path: Path, model: Path) -> None:
     """SPEC §3.7: many switches while calls run; every execution finishes as if there were none."""
     schedule = {"policy": "churn:Churn", "cooldown_s": 0.02}
-    config = tiny_run.config(tmp_path, model, schedule=schedule, steps=4, sampling={"max_tokens": 60})
+    config = tiny_run.config(
+        tmp_path, model, schedule=schedule, steps=4, sampling={"max_tokens": 60}, train={"kl_weight": 0.01}
+    )
     train(prepare(config, Path(config.run_dir), resume=False), StringIO())
     run_dir = Path(config.run_dir)
     assert_trained_once(run_dir, config)

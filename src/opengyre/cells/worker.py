@@ -119,7 +119,8 @@ class CellWorker:
         cells, model = self._config.cells, self._config.model
         device = ("cuda" if torch.cuda.is_available() else "cpu") if model.device == "auto" else model.device
         source = Path(cell.model_path)
-        module = load_model(source, device, getattr(torch, model.dtype))
+        dtype = getattr(torch, model.dtype)
+        module = load_model(source, device, dtype)
         self._transfer = SharedMemoryTransfer(cell.run_id, owner=False)
         self._engine = TorchEngine(
             module,
@@ -138,6 +139,7 @@ class CellWorker:
             seed=self._config.seed,
             core=cell.core,
             temperature=self._config.sampling.temperature,
+            reference=load_model(source, device, dtype) if self._config.train.kl_weight else None,
             tokenizer_from=source,
         )
         return {"parameters": sum(p.numel() for p in module.parameters()), "device": device}
