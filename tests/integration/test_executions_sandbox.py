@@ -74,6 +74,21 @@ async def test_a_command_that_cannot_run_is_a_harness_error(kind, argv, tmp_path
         await make_sandbox(kind, "a", tmp_path).run(Launch(argv, {}), timeout_s=60, log=tmp_path / "log")
 
 
+async def test_an_environment_below_a_replaced_folder_is_seen(tmp_path, monkeypatch):
+    """This Python may live under /tmp, which inside is the execution's own."""
+    if why := resolve_kind("auto") == "local" and "bubblewrap does not work here":
+        pytest.skip(why)
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    sandbox = make_sandbox("bubblewrap", "q000000-00-0", tmp_path / "root")
+    launch = Launch(["/bin/sh", "-c", f"exec {python} -c 'print(6 * 7)'"], {})
+    end = await sandbox.run(launch, timeout_s=30, log=tmp_path / "log")
+    assert (end.code, end.tail.strip()) == (0, "42")
+    await sandbox.close(10)
+
+
 async def test_bubblewrap_hides_the_host(tmp_path):
     if why := resolve_kind("auto") == "local" and "bubblewrap does not work here":
         pytest.skip(why)

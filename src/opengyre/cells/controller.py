@@ -207,7 +207,7 @@ class Controller:
                     self._log(decision, started, snapshot)
                 await self.pulse.after(seen, TICK_S)
         except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
-            self._fail(error)
+            self.fail(error)
 
     def _log(self, decision: Decision, started: list[Action], snapshot: Snapshot) -> None:
         actions = [msgspec.to_builtins(action) for action in started]
@@ -236,7 +236,7 @@ class Controller:
             cell.switching = None  # what replaces the cell must not end this task
             self._broken(cell, f"switch to {role} failed: {error or 'deadline'}")
         except OpenGyreError as error:
-            self._fail(error)
+            self.fail(error)
         cell.switching = None
         self.pulse.beat()
 
@@ -269,7 +269,7 @@ class Controller:
         if isinstance(error, TransferError):
             self._broken(cell, str(error))
         elif error is not None and not isinstance(error, CellError):  # a CellError is the process watcher's business
-            self._fail(error)
+            self.fail(error)
 
     # --- deaths
 
@@ -324,7 +324,7 @@ class Controller:
             self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
             await self._enter_role(cell, "restart")
         except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
-            self._fail(error)
+            self.fail(error)
         self.pulse.beat()
 
     async def _restore(self) -> None:
@@ -350,6 +350,7 @@ class Controller:
         self._on_roles()
         self.pulse.beat()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End the run with this cause; the first one counts."""
         if not self.failure.done():
             self.failure.set_exception(error)

@@ -130,6 +130,8 @@ class Conductor:
                 self._assembler.drop(query_id)
             self._journal.drop(query_id)
             state = "dropped"
+        if error := self._parts.guard.query(dropped=state == "dropped"):
+            raise error
         self._events.emit("query", query=query_id, task=results[0].task_id, state=state)
 
     def _join(self, step: OpenStep) -> None:

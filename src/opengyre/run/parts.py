@@ -29,6 +29,7 @@ from opengyre.proxy.session import Sessions
 from opengyre.record.store import Store
 from opengyre.run.door import SessionDoor
 from opengyre.run.evaluation import Evaluation
+from opengyre.run.guard import Guard
 from opengyre.run.harvest import Harvest
 from opengyre.run.journal import DROPPED, Journal, QueryRow
 from opengyre.run.preflight import Prepared
@@ -57,6 +58,7 @@ class Parts:
     controller: Controller
     harvest: Harvest
     door: SessionDoor
+    guard: Guard
     past: list[dict[str, Any]]
 
     def task(self, task_id: str) -> Task:
@@ -93,7 +95,8 @@ async def assemble_parts(
 
         door = SessionDoor(sessions, config)
         harvest = Harvest(config, store, door.tree, run_dir, prepared.renderer.decode)
-        states = ExecutionStates(events, journal, harvest, door)
+        guard = Guard()
+        states = ExecutionStates(events, journal, harvest, door, guard)
         runner = Runner(config, prepared.harness, door, run_dir / "executions", states)
         flow = _Flow(config, events, assembler)
         groups, held_out = (flow.group_runner(runner, states) for _ in range(2))
@@ -110,7 +113,7 @@ async def assemble_parts(
             restore_core=_core_restorer(run_dir),
             on_roles=flow.set_limits,
         )
-        flow.controller = controller
+        flow.controller, states.fail = controller, controller.fail
         stack.push_async_callback(controller.close)
         stack.push_async_callback(groups.close)
         stack.push_async_callback(held_out.close)
@@ -128,6 +131,7 @@ async def assemble_parts(
             controller,
             harvest,
             door,
+            guard,
             list(past),
         )
 

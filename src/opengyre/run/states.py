@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from opengyre.errors import OpenGyreError
 from opengyre.executions.outcome import ExecutionResult, Outcome
 from opengyre.executions.task import Task
 from opengyre.run.door import SessionDoor
 from opengyre.run.evaluation import PREFIX
+from opengyre.run.guard import Guard
 from opengyre.run.harvest import Harvest
 from opengyre.run.journal import Journal
 from opengyre.watch.events import EventLog
@@ -14,8 +18,10 @@ from opengyre.watch.events import EventLog
 class ExecutionStates:
     """Implements executions.runner.OnState."""
 
-    def __init__(self, events: EventLog, journal: Journal, harvest: Harvest, door: SessionDoor) -> None:
+    def __init__(self, events: EventLog, journal: Journal, harvest: Harvest, door: SessionDoor, guard: Guard) -> None:
         self._events, self._journal, self._harvest, self._door = events, journal, harvest, door
+        self._guard = guard
+        self.fail: Callable[[OpenGyreError], None] = lambda error: None  # how a run that cannot work is ended
 
     def __call__(
         self, execution_id: str, query_id: str, task: Task, state: str, result: ExecutionResult | None = None
@@ -50,3 +56,5 @@ class ExecutionStates:
             self._harvest.note(result)
         if held_out or result.reward is None:
             self._door.forget(execution_id)
+        if error := self._guard.finished(result):
+            self.fail(error)

@@ -105,14 +105,13 @@ def _system() -> tuple[str, ...]:
             argv += ["--ro-bind", name, name]
     for name in ETC:
         argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):
-        argv += _show(Path(prefix))
     return tuple(argv)
 
 
 def _tools(listed: list[str], program: str) -> list[str]:
-    """Read-only binds for the command's own code: listed paths, and the installation the program belongs to."""
-    return [word for path in listed for word in _show(Path(path).absolute())] + _installation(program)
+    """Read-only binds for code: this Python, listed paths, and the installation the program belongs to."""
+    shown = [sys.base_prefix, sys.prefix, *listed]
+    return [word for path in shown for word in _show(Path(path).absolute())] + _installation(program)
 
 
 @functools.lru_cache(maxsize=64)
