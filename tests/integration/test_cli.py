@@ -96,8 +96,8 @@ def test_a_checkpoint_of_another_model_is_refused(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(file), "--set", "steps=1"]) == 0
-    capsys.readouterr()
     other = tiny_run.make_model(tmp_path / "other", hidden_size=48)
+    capsys.readouterr()
     before = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     resume = ["train", str(tmp_path / "run"), "--resume", "--set", "steps=2", "--set", f"model.path={other}"]
     fails(capsys, resume, "version-000001", "hidden_size is 32", "this model has 48")
