@@ -18,7 +18,7 @@ task = sys.stdin.read()
 messages = [{"role": "user", "content": task}]
 said = []
 for turn in range(3):
-    body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 60, "messages": messages}
+    body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 200, "messages": messages}
     request = urllib.request.Request(
         os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
         json.dumps(body).encode(),

@@ -103,11 +103,11 @@ class CellsConfig(_Table, frozen=True, kw_only=True):
 class ScheduleConfig(_Table, frozen=True, kw_only=True):
     """When cells change role, and how far rollout may run ahead."""
 
-    policy: str = "elastic"  # elastic | colocate | async | a "module:class"
+    policy: str = "elastic"  # elastic | colocate | async | lend | a "module:class"
     max_staleness: int = 1  # version at training - oldest version in the sample
     cooldown_s: float = 2.0  # a cell stays in a role at least this long
     switch_cost_s: float = 0.5  # expected cost of a switch pair, updated from what is measured
-    train_cells: int = 0  # policy = async: satellites that always train (besides the core)
+    train_cells: int = 0  # async: satellites that always train; lend: satellites in the pool (besides the core)
 
 
 class TrainConfig(_Table, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ def test_no_harness_notices_that_cells_change_role_all_the_time(tmp_path: Path, 
     """SPEC §3.7: many switches while calls run; every execution finishes as if there were none."""
     schedule = {"policy": "churn:Churn", "cooldown_s": 0.02}
     config = tiny_run.config(
-        tmp_path, model, schedule=schedule, steps=4, sampling={"max_tokens": 60}, train={"kl_weight": 0.01}
+        tmp_path, model, schedule=schedule, steps=4, sampling={"max_tokens": 150}, train={"kl_weight": 0.01}
     )
     train(prepare(config, Path(config.run_dir), resume=False), StringIO())
     run_dir = Path(config.run_dir)
@@ -146,7 +146,7 @@ def test_a_cell_that_dies_costs_nothing_but_time(
 
 def test_a_cell_that_hangs_is_replaced_and_no_harness_notices(tmp_path: Path, model: Path) -> None:
     """Alive but silent: found by the probe, its calls go on elsewhere."""
-    config = tiny_run.config(tmp_path, model, cells={"heartbeat_s": 0.3})
+    config = tiny_run.config(tmp_path, model, cells={"heartbeat_s": 2.0})
 
     def when(event: dict[str, Any]) -> bool:
         return event["kind"] == "execution" and event["state"] == "done" and event["split"] == "train"
