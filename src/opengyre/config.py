@@ -142,7 +142,7 @@ class SamplesConfig(_Table, frozen=True, kw_only=True):
     picker: str | None = None  # "module:function" that chooses paths; None: by role priority
     advantage: Literal["mean", "std", "leave_one_out"] = "std"
     min_valid: int = 2  # a group with fewer scored executions gives no gradient
-    infra_placeholder: bool = False  # True: an execution lost to infrastructure enters as reward 0
+    infra_placeholder: bool = False  # True: lost to infrastructure before its first model call counts as reward 0
 
 
 class EvalConfig(_Table, frozen=True, kw_only=True):

@@ -128,10 +128,6 @@ class OpenStep:
         self._ledger.core_reset()
         self._pulse.beat()
 
-    def next_deadline(self) -> float | None:
-        """When a lease next runs out, on the run's clock."""
-        return self._ledger.next_deadline()
-
     def expire(self) -> None:
         """Let others have what a cell was too slow with."""
         if self._ledger.expire(self._clock()):

@@ -122,7 +122,7 @@ class Conductor:
     def _completed(self, query_id: str, results: list[ExecutionResult]) -> None:
         self._journal.complete(query_id)
         self._results[query_id] = results
-        scored = any(r.reward is not None for r in results) or self._config.samples.infra_placeholder
+        scored = any(self._parts.harvest.reward(result) is not None for result in results)
         if scored and self._assembler.complete(query_id):
             state = "complete"
         else:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from opengyre.config import RunConfig
-from opengyre.executions.outcome import ExecutionResult
+from opengyre.executions.outcome import ExecutionResult, Outcome
 from opengyre.record.roles import assign_roles
 from opengyre.record.store import Store
 from opengyre.record.tree import Tree
@@ -45,6 +45,13 @@ class Harvest:
         self._folder = run_dir / "trees"
         self._shown: dict[str, float] = {}
 
+    def reward(self, result: ExecutionResult) -> float | None:
+        """What an execution counts as: its reward; or 0, only if so configured, when infrastructure lost it before the
+        agent could act. An evaluator's failure is never a number."""
+        placeholder = self._config.samples.infra_placeholder
+        lost_at_start = result.outcome is Outcome.INFRA_ABORT and result.calls == 0
+        return 0.0 if placeholder and lost_at_start else result.reward
+
     def figures(self, execution_id: str) -> dict[str, Any]:
         """What the event log says about a finished execution: leaves by role, tokens, moves."""
         tree = self._tree(execution_id)
@@ -61,11 +68,10 @@ class Harvest:
         """The samples of a complete query; what was chosen is stored with each execution."""
         trees = {r.execution_id: self._tree(r.execution_id) for r in results if r.reward is not None}
         roles = {execution: assign_roles(tree) for execution, tree in trees.items()}
-        placeholder = 0.0 if self._config.samples.infra_placeholder else None
         members = [
             Member(r.execution_id, trees[r.execution_id], roles[r.execution_id], r.reward)
             if r.execution_id in trees
-            else Member(r.execution_id, Tree(), {}, placeholder)
+            else Member(r.execution_id, Tree(), {}, self.reward(r))
             for r in results
         ]
         group = build_group(

@@ -33,9 +33,8 @@ class ExecutionStates:
         if result is None:
             self._events.emit("execution", **about, state=state)
             return
-        if result.outcome is Outcome.CANCELLED:
-            self._door.forget(execution_id)
-        else:
+        cancelled = result.outcome is Outcome.CANCELLED  # a resumed run runs it again, under another id
+        if not cancelled:
             self._journal.finish(result)
         self._events.emit(
             "execution",
@@ -52,7 +51,7 @@ class ExecutionStates:
             detail=result.detail[-300:] if result.reward is None else "",
             **(self._harvest.figures(execution_id) if result.calls else {}),
         )
-        if self._door.tree(execution_id) is not None:
+        if not cancelled and self._door.tree(execution_id) is not None:
             self._harvest.note(result)
         if held_out or result.reward is None:
             self._door.forget(execution_id)
