@@ -36,7 +36,7 @@ from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import StopWatch
 from opengyre.record.call import CommittedCall, digest_ids
 from opengyre.record.types import CallMeta, Finish
-from opengyre.rollout.base import GenerateRequest
+from opengyre.rollout.base import GenerateRequest, RequestRefused
 
 LINGER_S = 0.5  # a client's fallback re-sends at once, its retry after 0.5 s; the engine must be free within 1 s
 LOST_REPLIES = 4  # replies kept because their delivery failed; at most one per parallel agent is asked for again
@@ -200,6 +200,8 @@ class CallDriver:
             finish: Finish | None = Finish.ABORTED  # if we are cancelled
             try:
                 finish, kv = await self._at(lease, self._request(live, kv, attempt), live, watch)
+            except RequestRefused:
+                raise  # by any engine, always
             except OpenGyreError:
                 finish, kv = None, None  # refused, died, or could not take the KV; what it sent before stays valid
                 refused = len(live.sampled) == had

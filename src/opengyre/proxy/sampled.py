@@ -38,8 +38,12 @@ class Sampled:
         """Take in a chunk sampled by ``cell``."""
         if not self._runs:
             self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
-        if not chunk.ids and not chunk.logprobs:
-            return
+        if chunk.ids or chunk.logprobs:
+            self._append(chunk, cell)
+        if chunk.versions:
+            self._relabel(chunk.versions)
+
+    def _append(self, chunk: TokenChunk, cell: str) -> None:
         if not self._runs or (self._runs[-1].version, self._runs[-1].cell) != (chunk.version, cell):
             self._runs.append(_Run(chunk.version, cell))
         run, logprobs = self._runs[-1], list(chunk.logprobs)
@@ -51,6 +55,26 @@ class Sampled:
         run.ids += chunk.ids
         run.logprobs += logprobs
         self.ids += chunk.ids
+
+    def _relabel(self, versions: list[tuple[int, int]]) -> None:
+        """Give the last tokens the weights versions that the engine named at the end of its request."""
+        labelled: list[_Run] = []
+        for version, tokens in reversed(versions):
+            while tokens and self._runs:
+                run = self._runs[-1]
+                take = min(tokens, len(run.ids))
+                labelled.append(_Run(version, run.cell, run.ids[len(run.ids) - take :], run.logprobs[-take:]))
+                del run.ids[len(run.ids) - take :], run.logprobs[-take:]
+                tokens -= take
+                if not run.ids:
+                    self._runs.pop()
+        for run in reversed(labelled):
+            last = self._runs[-1] if self._runs else None
+            if last is not None and (last.version, last.cell) == (run.version, run.cell):
+                last.ids += run.ids
+                last.logprobs += run.logprobs
+            else:
+                self._runs.append(run)
 
     @property
     def usable(self) -> bool:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from opengyre.errors import EngineError
+
 REGIONS = ("weights", "kv")  # what an engine can release; it serves only when all are back
 
 
@@ -42,6 +44,8 @@ class TokenChunk(msgspec.Struct, frozen=True):
 
     ``finish`` is None (more to come), ``stop``, ``length``, ``preempted`` or ``aborted``. The stop token is part of
     ``ids``. ``kv`` is set on a preempted call whose KV was exported. ``cached_tokens`` is set on the first chunk.
+    ``versions``, on a last chunk, are (version, tokens) runs over everything sampled for this request, in order, from
+    an engine that says them only at the end; they replace what the chunks before said.
     """
 
     ids: list[int]
@@ -50,6 +54,11 @@ class TokenChunk(msgspec.Struct, frozen=True):
     finish: str | None = None
     cached_tokens: int = 0
     kv: dict[str, Any] | None = None
+    versions: list[tuple[int, int]] | None = None
+
+
+class RequestRefused(EngineError):
+    """The engine will never take this request (it does not fit, it is malformed): going elsewhere is no help."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -71,6 +80,7 @@ class RolloutEngine(Protocol):
         """Stream a call's tokens. Closing the iterator aborts the call.
 
         Raises:
+            RequestRefused: it would refuse this request always.
             EngineError: the engine refuses (it is not serving) or died; tokens yielded before stay valid.
         """
         ...
