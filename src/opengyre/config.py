@@ -44,7 +44,7 @@ class TasksConfig(_Table, frozen=True, kw_only=True):
 class HarnessConfig(_Table, frozen=True, kw_only=True):
     """The agent harness. It is run as it is; only its environment and command line are ours."""
 
-    kind: str = "quickstart"  # quickstart | command
+    kind: str = "quickstart"  # quickstart | command | claude_code | …: harness/registry.py
     command: list[str] = []  # kind = command; {instruction} {workspace} {home} {base_url} {key} {model} are filled in
     env: dict[str, str] = {}
     options: dict[str, Any] = {}
@@ -126,7 +126,8 @@ class TrainConfig(_Table, frozen=True, kw_only=True):
     old_logprobs: Literal["behaviour", "decoupled"] = "behaviour"  # decoupled: recomputed at step start, with TIS
     tis_cap: float = 2.0  # truncated importance sampling, decoupled only
     kl_weight: float = 0.0  # of a KL term to the model the run starts from; above 0 each cell holds it a second time
-    micro_step_tokens: int = 8192  # token budget of a micro-step
+    micro_step_tokens: int = 8192  # token budget of a micro-step; longer paths are computed so many tokens at a time
+    row_tokens: int = 131072  # an execution's paths are packed up to so many unique tokens where sharing pays
     lease_s: float = 120.0  # a claim not done by then goes to another cell
     flush_every: int = 4  # micro-steps a satellite accumulates before it hands its sum over
     checkpoint_every: int = 1  # steps; a committed step survives a kill only if it was checkpointed
@@ -229,6 +230,7 @@ _MINIMA: dict[str, float] = {
     "sampling.temperature": 1e-3,
     "train.learning_rate": 0.0,
     "train.micro_step_tokens": 64,
+    "train.row_tokens": 64,
     "train.kl_weight": 0.0,
     "train.flush_every": 1,
     "train.checkpoint_every": 1,

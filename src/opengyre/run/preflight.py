@@ -14,7 +14,7 @@ from typing import IO
 from opengyre.cells.policies import make_policy
 from opengyre.config import RunConfig, build, to_toml
 from opengyre.errors import ConfigError
-from opengyre.executions.harness.base import Harness
+from opengyre.executions.harness.base import Harness, Limits
 from opengyre.executions.harness.registry import make_harness
 from opengyre.executions.sandbox.registry import resolve_kind
 from opengyre.executions.task import Task
@@ -59,7 +59,8 @@ def prepare(config: RunConfig, run_dir: Path, *, resume: bool) -> Prepared:
     load_picker(config.samples.picker)
     resolve_kind(config.sandbox.kind)
     check_port(config.proxy.host, config.proxy.port)
-    return Prepared(config, run_dir, model_dir, renderer, make_harness(config.harness), train, held_out, resumed)
+    harness = make_harness(config.harness, Limits(config.model.context, config.sampling.max_tokens))
+    return Prepared(config, run_dir, model_dir, renderer, harness, train, held_out, resumed)
 
 
 def check_port(host: str, port: int) -> None:

@@ -19,6 +19,14 @@ class Launch(msgspec.Struct, frozen=True):
     tools: list[str] = []
 
 
+class Limits(msgspec.Struct, frozen=True):
+    """What the policy can take: ``context`` tokens of prompt and reply together, and at most ``reply`` of them sampled
+    in one call (None: what the harness asks). Harnesses that compact by themselves are told."""
+
+    context: int
+    reply: int | None = None
+
+
 class Harness(Protocol):
     """An adapter for one kind of harness."""
 

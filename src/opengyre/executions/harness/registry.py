@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from opengyre.config import HarnessConfig
+from opengyre.config import HarnessConfig, RunConfig
 from opengyre.errors import ConfigError
-from opengyre.executions.harness.base import Harness
+from opengyre.executions.harness.base import Harness, Limits
+from opengyre.executions.harness.claude_code import ClaudeCode
 from opengyre.executions.harness.command import CommandHarness
 from opengyre.executions.harness.quickstart import QuickstartHarness
 
+KINDS = ("quickstart", "command", "claude_code")
 
-def make_harness(config: HarnessConfig) -> Harness:
-    """The adapter for ``harness.kind``. Raises ConfigError naming the kinds there are."""
+
+def make_harness(config: HarnessConfig, limits: Limits | None = None) -> Harness:
+    """The adapter for ``harness.kind``; ``limits`` are those of the policy it will work with.
+
+    Raises ConfigError naming the kinds there are, or what is wrong with its options or its installation.
+    """
+    limits = limits or Limits(RunConfig().model.context)
     match config.kind:
         case "command":
             return CommandHarness(config)
         case "quickstart":
             return QuickstartHarness(config)
-    raise ConfigError(f"{config.kind!r}", where="harness.kind", right="quickstart or command")
+        case "claude_code":
+            return ClaudeCode(config, limits)
+    raise ConfigError(f"{config.kind!r}", where="harness.kind", right=", ".join(KINDS))
