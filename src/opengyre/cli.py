@@ -62,6 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", parents=[common], help="write the HTML report of a run folder anew")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(run=_report)
+
+    from opengyre.run import command as collect
+
+    collect.add_parser(commands, common)
     return parser
 
 

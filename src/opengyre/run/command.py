@@ -1,0 +1,61 @@
+"""``opengyre collect`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "collect",
+        parents=[common],
+        help="run tasks through a harness and score them, without training",
+        description="Runs every task of a split and records calls and rewards in a run folder, for sft, tree, replay.",
+    )
+    parser.add_argument("config", help="a TOML file, or a run folder (with --resume)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override a config key")
+    parser.add_argument(
+        "--engine",
+        metavar="MODULE:FUNCTION",
+        help="makes what answers the calls: called with (config, renderer), returns a rollout engine; MODULE may be a"
+        " .py file; without it, the config's model on the config's cells",
+    )
+    parser.add_argument("--executions", type=_positive, default=1, help="of each task (default 1)")
+    parser.add_argument("--split", choices=("train", "held_out"), default="train")
+    parser.add_argument("--limit", type=_positive, help="at most so many tasks")
+    parser.add_argument("--resume", action="store_true", help="go on with the collection in run_dir")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: at least 1")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect; says what came of it."""
+    from opengyre.config import load
+    from opengyre.run.collect import collect, describe
+    from opengyre.run.preflight import prepare, resolve_run_dir
+
+    path, overrides = Path(args.config), list(args.set)
+    if args.resume and path.is_dir():
+        path, overrides = path / "config.toml", [*overrides, f"run_dir={str(path.absolute())!r}"]
+    config = load(path, overrides)
+    prepared = prepare(config, resolve_run_dir(config), resume=args.resume)
+    collected = collect(
+        prepared, executions=args.executions, engine=args.engine, split=args.split, limit=args.limit, say=_say
+    )
+    _say(describe(collected, f"run folder: {prepared.run_dir}"))
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
