@@ -13,10 +13,17 @@ class Refusal(OpenGyreError):
         status: HTTP status.
         kind: error type in Anthropic's vocabulary (``invalid_request_error``, ``authentication_error``, ...).
         code: OpenAI's error code, where its clients act on one (``context_length_exceeded``).
+        param: the field that is wrong, for clients that show one.
     """
 
     def __init__(
-        self, what: str, *, status: int = 400, kind: str = "invalid_request_error", code: str | None = None
+        self,
+        what: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
     ) -> None:
-        self.status, self.kind, self.code = status, kind, code
+        self.status, self.kind, self.code, self.param = status, kind, code, param
         super().__init__(what)
