@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from opengyre.proxy.conversation import Conversation, Part, Text, Thinking
+from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, Turn
 
@@ -57,26 +58,83 @@ class Emitter(Protocol):
         ...
 
 
-class Dialect(Protocol):
-    """One wire format."""
+@dataclass(frozen=True, slots=True)
+class Toolset:
+    """A request's tools, with what the Responses API says of some: ``custom`` ones take one text, ``namespaced`` ones
+    are members of a namespace and called ``namespace.name``."""
+
+    tools: tuple[Tool, ...] = ()
+    custom: tuple[str, ...] = ()
+    namespaced: tuple[str, ...] = ()
+
+
+class Reading:
+    """What was read of a request so far: its messages, and how many blocks became a placeholder."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.placeholders = 0
+
+    def placeholder(self, block: Mapping[str, Any]) -> Text:
+        """Stands, visibly, for content the policy cannot see. Never a silent drop: it would invent what it missed."""
+        self.placeholders += 1
+        kind = block.get("type", "unknown")
+        source = block.get("source")
+        media = f" {source['media_type']}" if isinstance(source, dict) and "media_type" in source else ""
+        return Text(f"[{kind}{media}: not shown, this model reads text only]")
+
+
+class Dialect(ABC):
+    """One wire format.
+
+    A request is read in parts, so that what is known need not be read again (``proxy.reader``): ``lead`` is what stands
+    before the history, ``entry`` is called for each of its entries in order, ``request`` is everything else. An entry
+    may add messages to a reading or extend the assistant's turn that is its last message; it sees no more.
+    """
 
     name: str
+    history: str  # the field that holds the history
 
-    def parse(self, body: dict[str, Any]) -> Conversation:
-        """Read a request. Raises Refusal (400) naming the field that is wrong."""
-        ...
+    def parse(self, fields: Mapping[str, Any]) -> Conversation:
+        """Read a whole request. Raises Refusal (400) naming the field that is wrong."""
+        into = Reading()
+        self.lead(fields, into)
+        for i, entry in enumerate(self.entries(fields.get(self.history))):
+            self.entry(i, entry, into)
+        return self.request(fields, into, self.toolset(fields.get("tools")))
 
+    def entries(self, value: Any) -> list[Any]:
+        """The history as a list. Raises Refusal when it is none."""
+        entries: list[Any] = typed(self.history, value, list, default=[])
+        return entries
+
+    @abstractmethod
+    def lead(self, fields: Mapping[str, Any], into: Reading) -> None:
+        """Read what stands before the history. Raises Refusal."""
+
+    @abstractmethod
+    def entry(self, i: int, raw: Any, into: Reading) -> None:
+        """Read entry ``i`` of the history. Raises Refusal."""
+
+    @abstractmethod
+    def toolset(self, value: Any) -> Toolset:
+        """Read the ``tools`` field. Raises Refusal."""
+
+    @abstractmethod
+    def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
+        """The request with its messages as ``read``; looks at no history or tools in ``fields``. Raises Refusal."""
+
+    @abstractmethod
     def body(self, head: Head, reply: Reply) -> dict[str, Any]:
         """The whole answer."""
-        ...
 
+    @abstractmethod
     def emitter(self, head: Head) -> Emitter:
         """A writer for the streamed answer."""
-        ...
 
+    @abstractmethod
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """An error body."""
-        ...
 
 
 class Released:
@@ -120,14 +178,6 @@ def arguments(raw: Any) -> Any:
         return json.loads(raw) if raw.strip() else {}
     except ValueError:
         return raw
-
-
-def placeholder(block: Mapping[str, Any]) -> Text:
-    """Stands, visibly, for content the policy cannot see. Never a silent drop: it would invent what it did not see."""
-    kind = block.get("type", "unknown")
-    source = block.get("source")
-    media = f" {source['media_type']}" if isinstance(source, dict) and "media_type" in source else ""
-    return Text(f"[{kind}{media}: not shown, this model reads text only]")
 
 
 def merged(parts: list[Part]) -> tuple[Part, ...]:

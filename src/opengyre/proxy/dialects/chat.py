@@ -9,10 +9,11 @@ Refused with 400: n > 1, the old ``functions`` field, no messages, an unknown ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
-from opengyre.proxy.dialects.base import Head, Released, arguments, compact, merged, placeholder, typed
+from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, arguments, compact, merged, typed
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply
 from opengyre.record.types import Finish
@@ -25,32 +26,55 @@ _FINISH_REASONS = {
 }
 
 
-class Chat:
+class Chat(Dialect):
     """The dialect of opencode, Qwen Code, mini-swe-agent and most others."""
 
     name = "chat"
+    history = "messages"
 
-    def parse(self, body: dict[str, Any]) -> Conversation:
-        """Read a ``/v1/chat/completions`` body."""
-        if typed("n", body.get("n"), int, default=1) != 1:
+    def lead(self, fields: Mapping[str, Any], into: Reading) -> None:
+        """Nothing stands before the messages."""
+        if typed("n", fields.get("n"), int, default=1) != 1:
             raise Refusal("n: one reply per call; send the request again for another")
-        if body.get("functions"):
+        if fields.get("functions"):
             raise Refusal("functions: use tools")
-        reader = _Reader()
-        raw = typed("messages", body.get("messages"), list, default=[])
-        messages = [reader.message(f"messages[{i}]", typed(f"messages[{i}]", m, dict)) for i, m in enumerate(raw)]
-        options = typed("stream_options", body.get("stream_options"), dict, default={})
+
+    def entry(self, i: int, raw: Any, into: Reading) -> None:
+        """One wire message is one of ours."""
+        where = f"messages[{i}]"
+        message = typed(where, raw, dict, default={})
+        role, content = message.get("role"), message.get("content")
+        match role:
+            case "system" | "developer":
+                into.messages.append(Message("system", merged(_parts(where, content, into))))
+            case "user":
+                into.messages.append(Message("user", merged(_parts(where, content, into))))
+            case "tool":
+                text = "\n".join(p.text for p in _parts(where, content, into) if isinstance(p, Text))
+                into.messages.append(Message("tool", (ToolResult(str(message.get("tool_call_id", "")), text),)))
+            case "assistant":
+                into.messages.append(Message("assistant", tuple(_said(where, message, into))))
+            case _:
+                raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant, tool")
+
+    def toolset(self, value: Any) -> Toolset:
+        """Function tools; others run on the vendor's servers."""
+        return Toolset(tuple(_tools(typed("tools", value, list, default=[]))))
+
+    def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
+        """A ``/v1/chat/completions`` request."""
+        options = typed("stream_options", fields.get("stream_options"), dict, default={})
         return Conversation(
-            messages=tuple(messages),
-            tools=tuple(_tools(typed("tools", body.get("tools"), list, default=[]))),
-            model=typed("model", body.get("model"), str, default=""),
-            stream=typed("stream", body.get("stream"), bool, default=False),
-            max_tokens=_max_tokens(body),
-            temperature=typed("temperature", body.get("temperature"), (int, float)),
-            top_p=typed("top_p", body.get("top_p"), (int, float)),
-            stop_sequences=_stop(body.get("stop")),
-            thinking=_thinking(body),
-            extra={"placeholders": reader.placeholders, "include_usage": bool(options.get("include_usage"))},
+            messages=tuple(read.messages),
+            tools=toolset.tools,
+            model=typed("model", fields.get("model"), str, default=""),
+            stream=typed("stream", fields.get("stream"), bool, default=False),
+            max_tokens=_max_tokens(fields),
+            temperature=typed("temperature", fields.get("temperature"), (int, float)),
+            top_p=typed("top_p", fields.get("top_p"), (int, float)),
+            stop_sequences=_stop(fields.get("stop")),
+            thinking=_thinking(fields),
+            extra={"placeholders": read.placeholders, "include_usage": bool(options.get("include_usage"))},
         )
 
     def body(self, head: Head, reply: Reply) -> dict[str, Any]:
@@ -115,55 +139,33 @@ class ChatEmitter:
         return _data({**_frame(self._head, "chat.completion.chunk"), "choices": [choice]})
 
 
-class _Reader:
-    """Reads messages; counts what it replaced by a placeholder."""
+def _said(where: str, raw: dict[str, Any], into: Reading) -> list[Part]:
+    parts: list[Part] = []
+    thought = raw.get("reasoning_content") or raw.get("reasoning")
+    if thought := typed(f"{where}.reasoning_content", thought, str, default=""):
+        parts.append(Thinking(thought))
+    parts += [p for p in _parts(where, raw.get("content"), into) if not (isinstance(p, Text) and not p.text)]
+    for i, call in enumerate(typed(f"{where}.tool_calls", raw.get("tool_calls"), list, default=[])):
+        at = f"{where}.tool_calls[{i}]"
+        call = typed(at, call, dict, default={})
+        function = typed(f"{at}.function", call.get("function"), dict, default={})
+        value = arguments(function.get("arguments"))
+        parts.append(ToolCall(str(call.get("id", "")), str(function.get("name", "")), value))
+    return parts
 
-    def __init__(self) -> None:
-        self.placeholders = 0
 
-    def message(self, where: str, raw: dict[str, Any] | None) -> Message:
-        """One wire message is one of ours."""
-        raw = raw or {}
-        role, content = raw.get("role"), raw.get("content")
-        match role:
-            case "system" | "developer":
-                return Message("system", merged(self._parts(where, content)))
-            case "user":
-                return Message("user", merged(self._parts(where, content)))
-            case "tool":
-                text = "\n".join(p.text for p in self._parts(where, content) if isinstance(p, Text))
-                return Message("tool", (ToolResult(str(raw.get("tool_call_id", "")), text),))
-            case "assistant":
-                return Message("assistant", tuple(self._said(where, raw)))
-        raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant, tool")
-
-    def _said(self, where: str, raw: dict[str, Any]) -> list[Part]:
-        parts: list[Part] = []
-        thought = raw.get("reasoning_content") or raw.get("reasoning")
-        if thought := typed(f"{where}.reasoning_content", thought, str, default=""):
-            parts.append(Thinking(thought))
-        parts += [p for p in self._parts(where, raw.get("content")) if not (isinstance(p, Text) and not p.text)]
-        for i, call in enumerate(typed(f"{where}.tool_calls", raw.get("tool_calls"), list, default=[])):
-            at = f"{where}.tool_calls[{i}]"
-            call = typed(at, call, dict, default={})
-            function = typed(f"{at}.function", call.get("function"), dict, default={})
-            value = arguments(function.get("arguments"))
-            parts.append(ToolCall(str(call.get("id", "")), str(function.get("name", "")), value))
-        return parts
-
-    def _parts(self, where: str, content: Any) -> list[Part]:
-        if isinstance(content, str):
-            return [Text(content)]
-        parts: list[Part] = []
-        for i, raw in enumerate(typed(f"{where}.content", content, list, default=[])):
-            block = typed(f"{where}.content[{i}]", raw, dict, default={})
-            if block.get("type") in ("text", "refusal"):
-                text = block.get("text", block.get("refusal"))
-                parts.append(Text(typed(f"{where}.content[{i}].text", text, str, default="")))
-            else:
-                self.placeholders += 1
-                parts.append(placeholder(block))
-        return parts
+def _parts(where: str, content: Any, into: Reading) -> list[Part]:
+    if isinstance(content, str):
+        return [Text(content)]
+    parts: list[Part] = []
+    for i, raw in enumerate(typed(f"{where}.content", content, list, default=[])):
+        block = typed(f"{where}.content[{i}]", raw, dict, default={})
+        if block.get("type") in ("text", "refusal"):
+            text = block.get("text", block.get("refusal"))
+            parts.append(Text(typed(f"{where}.content[{i}].text", text, str, default="")))
+        else:
+            parts.append(into.placeholder(block))
+    return parts
 
 
 def _tools(raw: list[Any]) -> list[Tool]:
@@ -179,7 +181,7 @@ def _tools(raw: list[Any]) -> list[Tool]:
     return tools
 
 
-def _max_tokens(body: dict[str, Any]) -> int | None:
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         value: int | None = typed(name, body.get(name), int)
         if value is not None:
@@ -195,7 +197,7 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(typed(f"stop[{i}]", s, str, default="") for i, s in enumerate(typed("stop", value, list, default=[])))
 
 
-def _thinking(body: dict[str, Any]) -> bool | None:
+def _thinking(body: Mapping[str, Any]) -> bool | None:
     options = typed("chat_template_kwargs", body.get("chat_template_kwargs"), dict, default={})
     if isinstance(options.get("enable_thinking"), bool):
         return bool(options["enable_thinking"])

@@ -10,6 +10,7 @@ Refused with 400: no messages, an unknown role, fields of the wrong type.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from opengyre.proxy.conversation import (
@@ -22,7 +23,7 @@ from opengyre.proxy.conversation import (
     ToolCall,
     ToolResult,
 )
-from opengyre.proxy.dialects.base import Head, Released, compact, merged, placeholder, typed
+from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, compact, merged, typed
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, signature
 from opengyre.record.types import Finish
@@ -36,33 +37,55 @@ _STOP_REASONS = {
 }
 
 
-class Messages:
+class Messages(Dialect):
     """The dialect of Claude Code and everything built on Anthropic's SDKs."""
 
     name = "messages"
+    history = "messages"
 
-    def parse(self, body: dict[str, Any]) -> Conversation:
-        """Read a ``/v1/messages`` or ``count_tokens`` body."""
-        reader = _Reader()
-        messages = reader.system(body.get("system"))
-        for i, raw in enumerate(typed("messages", body.get("messages"), list, default=[])):
-            messages += reader.message(f"messages.{i}", typed(f"messages.{i}", raw, dict, default={}))
-        thinking = typed("thinking", body.get("thinking"), dict, default={}).get("type")
-        max_tokens = typed("max_tokens", body.get("max_tokens"), int)
+    def lead(self, fields: Mapping[str, Any], into: Reading) -> None:
+        """The top-level system prompt, without billing lines; nothing if nothing is left."""
+        parts = [p for p in _texts("system", fields.get("system"), into) if not p.text.lstrip().startswith(BILLING)]
+        if parts:
+            into.messages.append(Message("system", merged([*parts])))
+
+    def entry(self, i: int, raw: Any, into: Reading) -> None:
+        """A wire message as one or several of ours: each tool result is a message."""
+        where = f"messages.{i}"
+        message = typed(where, raw, dict, default={})
+        role, content = message.get("role"), message.get("content")
+        match role:
+            case "assistant":
+                into.messages.append(Message("assistant", tuple(_said(where, content, into))))
+            case "system":
+                into.messages.append(Message("system", merged([*_texts(where, content, into)])))
+            case "user":
+                into.messages += _user(where, content, into)
+            case _:
+                raise Refusal(f"{where}.role: {role!r} is none of user, assistant, system")
+
+    def toolset(self, value: Any) -> Toolset:
+        """Tools with an input_schema; others run on Anthropic's servers."""
+        return Toolset(tuple(_tools(typed("tools", value, list, default=[]))))
+
+    def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
+        """A ``/v1/messages`` or ``count_tokens`` request."""
+        thinking = typed("thinking", fields.get("thinking"), dict, default={}).get("type")
+        max_tokens = typed("max_tokens", fields.get("max_tokens"), int)
         if max_tokens is not None and max_tokens < 1:
             raise Refusal("max_tokens: must be at least 1")
         return Conversation(
-            messages=tuple(messages),
-            tools=tuple(_tools(typed("tools", body.get("tools"), list, default=[]))),
-            model=typed("model", body.get("model"), str, default=""),
-            stream=typed("stream", body.get("stream"), bool, default=False),
+            messages=tuple(read.messages),
+            tools=toolset.tools,
+            model=typed("model", fields.get("model"), str, default=""),
+            stream=typed("stream", fields.get("stream"), bool, default=False),
             max_tokens=max_tokens,
-            temperature=typed("temperature", body.get("temperature"), (int, float)),
-            top_p=typed("top_p", body.get("top_p"), (int, float)),
-            top_k=typed("top_k", body.get("top_k"), int),
-            stop_sequences=_strings("stop_sequences", body.get("stop_sequences")),
+            temperature=typed("temperature", fields.get("temperature"), (int, float)),
+            top_p=typed("top_p", fields.get("top_p"), (int, float)),
+            top_k=typed("top_k", fields.get("top_k"), int),
+            stop_sequences=_strings("stop_sequences", fields.get("stop_sequences")),
             thinking=None if thinking is None else thinking != "disabled",
-            extra={"placeholders": reader.placeholders},
+            extra={"placeholders": read.placeholders},
         )
 
     def body(self, head: Head, reply: Reply) -> dict[str, Any]:
@@ -148,69 +171,48 @@ class MessagesEmitter:
         return signed + _event("content_block_stop", index=self._index)
 
 
-class _Reader:
-    """Reads content blocks; counts what it replaced by a placeholder."""
+def _user(where: str, content: Any, into: Reading) -> list[Message]:
+    messages: list[Message] = []
+    parts: list[Part] = []
+    for block in _blocks(where, content):
+        if block.get("type") == "tool_result":
+            if parts:
+                messages.append(Message("user", tuple(parts)))
+                parts = []
+            text = "\n".join(p.text for p in _texts(f"{where}.tool_result", block.get("content"), into))
+            result = ToolResult(str(block.get("tool_use_id", "")), text, bool(block.get("is_error", False)))
+            messages.append(Message("tool", (result,)))
+        else:
+            parts.append(_text(where, block, into))
+    if parts or not messages:
+        messages.append(Message("user", merged(parts)))
+    return messages
 
-    def __init__(self) -> None:
-        self.placeholders = 0
 
-    def system(self, value: Any) -> list[Message]:
-        """The top-level system prompt, without billing lines; [] if nothing is left."""
-        parts = [p for p in self._texts("system", value) if not p.text.lstrip().startswith(BILLING)]
-        return [Message("system", merged([*parts]))] if parts else []
+def _said(where: str, content: Any, into: Reading) -> list[Part]:
+    parts: list[Part] = []
+    for block in _blocks(where, content):
+        match block.get("type"):
+            case "thinking":
+                parts.append(Thinking(str(block.get("thinking", "")), str(block.get("signature", ""))))
+            case "redacted_thinking":
+                parts.append(Thinking("", str(block.get("data", ""))))
+            case "tool_use":
+                parts.append(ToolCall(str(block.get("id", "")), str(block.get("name", "")), block.get("input", {})))
+            case _:
+                text = _text(where, block, into)
+                parts += [text] if text.text else []  # an empty turn has no part, as when it was sampled
+    return parts
 
-    def message(self, where: str, raw: dict[str, Any]) -> list[Message]:
-        """A wire message as one or several of ours: each tool result is a message."""
-        role, content = raw.get("role"), raw.get("content")
-        match role:
-            case "assistant":
-                return [Message("assistant", tuple(self._said(where, content)))]
-            case "system":
-                return [Message("system", merged([*self._texts(where, content)]))]
-            case "user":
-                return self._user(where, content)
-        raise Refusal(f"{where}.role: {role!r} is none of user, assistant, system")
 
-    def _user(self, where: str, content: Any) -> list[Message]:
-        messages: list[Message] = []
-        parts: list[Part] = []
-        for block in _blocks(where, content):
-            if block.get("type") == "tool_result":
-                if parts:
-                    messages.append(Message("user", tuple(parts)))
-                    parts = []
-                text = "\n".join(p.text for p in self._texts(f"{where}.tool_result", block.get("content")))
-                result = ToolResult(str(block.get("tool_use_id", "")), text, bool(block.get("is_error", False)))
-                messages.append(Message("tool", (result,)))
-            else:
-                parts.append(self._text(where, block))
-        if parts or not messages:
-            messages.append(Message("user", merged(parts)))
-        return messages
+def _texts(where: str, content: Any, into: Reading) -> list[Text]:
+    return [_text(where, block, into) for block in _blocks(where, content)]
 
-    def _said(self, where: str, content: Any) -> list[Part]:
-        parts: list[Part] = []
-        for block in _blocks(where, content):
-            match block.get("type"):
-                case "thinking":
-                    parts.append(Thinking(str(block.get("thinking", "")), str(block.get("signature", ""))))
-                case "redacted_thinking":
-                    parts.append(Thinking("", str(block.get("data", ""))))
-                case "tool_use":
-                    parts.append(ToolCall(str(block.get("id", "")), str(block.get("name", "")), block.get("input", {})))
-                case _:
-                    text = self._text(where, block)
-                    parts += [text] if text.text else []  # an empty turn has no part, as when it was sampled
-        return parts
 
-    def _texts(self, where: str, content: Any) -> list[Text]:
-        return [self._text(where, block) for block in _blocks(where, content)]
-
-    def _text(self, where: str, block: dict[str, Any]) -> Text:
-        if block.get("type") == "text":
-            return Text(typed(f"{where}.text", block.get("text"), str, default=""))
-        self.placeholders += 1
-        return placeholder(block)
+def _text(where: str, block: dict[str, Any], into: Reading) -> Text:
+    if block.get("type") == "text":
+        return Text(typed(f"{where}.text", block.get("text"), str, default=""))
+    return into.placeholder(block)
 
 
 def _blocks(where: str, content: Any) -> list[dict[str, Any]]:

@@ -10,10 +10,11 @@ Refused with 400: previous_response_id, conversation, item references, backgroun
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
-from opengyre.proxy.dialects.base import Head, Released, arguments, compact, merged, placeholder, typed
+from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, arguments, compact, merged, typed
 from opengyre.proxy.dialects.chat import Chat
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, signature
@@ -23,37 +24,75 @@ FREE_TEXT = "input"  # a custom tool takes one text; the policy sees it as a par
 _STORED = ("previous_response_id", "conversation")
 
 
-class Responses:
+class Responses(Dialect):
     """The dialect of Codex."""
 
     name = "responses"
+    history = "input"
 
-    def parse(self, body: dict[str, Any]) -> Conversation:
-        """Read a ``/v1/responses`` body."""
+    def lead(self, fields: Mapping[str, Any], into: Reading) -> None:
+        """The instructions."""
         for name in _STORED:
-            if body.get(name):
+            if fields.get(name):
                 raise Refusal(f"{name}: nothing is stored here; send the whole input")
-        if body.get("background"):
+        if fields.get("background"):
             raise Refusal("background: not supported")
-        reader = _Reader()
-        if instructions := typed("instructions", body.get("instructions"), str, default=""):
-            reader.add("system", [Text(instructions)])
-        reader.read(body.get("input"))
-        tools, custom, namespaced = _tools(typed("tools", body.get("tools"), list, default=[]))
-        effort = typed("reasoning", body.get("reasoning"), dict, default={}).get("effort")
-        max_tokens = typed("max_output_tokens", body.get("max_output_tokens"), int)
+        if instructions := typed("instructions", fields.get("instructions"), str, default=""):
+            _add(into, "system", [Text(instructions)])
+
+    def entries(self, value: Any) -> list[Any]:
+        """Input items; a string is one user message."""
+        return [{"role": "user", "content": value}] if isinstance(value, str) else super().entries(value)
+
+    def entry(self, i: int, raw: Any, into: Reading) -> None:
+        """Gather an item: what the policy said in one turn comes as several."""
+        where = f"input[{i}]"
+        item = typed(where, raw, dict, default={})
+        match item.get("type", "message"):
+            case "message":
+                _message(where, item, into)
+            case "reasoning":
+                texts = [*(item.get("content") or []), *([] if item.get("content") else item.get("summary") or [])]
+                thought = "\n".join(str(t.get("text", "")) for t in texts if isinstance(t, dict))
+                _add(into, "assistant", [Thinking(thought, str(item.get("encrypted_content") or ""))])
+            case "function_call":
+                name = ".".join(str(n) for n in (item.get("namespace"), item.get("name", "")) if n)
+                call = ToolCall(str(item.get("call_id", "")), name, arguments(item.get("arguments")))
+                _add(into, "assistant", [call])
+            case "custom_tool_call":
+                value = {FREE_TEXT: str(item.get("input", ""))}
+                call = ToolCall(str(item.get("call_id", "")), str(item.get("name", "")), value)
+                _add(into, "assistant", [call])
+            case "function_call_output" | "custom_tool_call_output":
+                text = "\n".join(p.text for p in _texts(f"{where}.output", item.get("output"), into))
+                _add(into, "tool", [ToolResult(str(item.get("call_id", "")), text)])
+            case "item_reference":
+                raise Refusal(f"{where}: nothing is stored here; send the item itself")
+            case _:
+                _add(into, "user", [into.placeholder(item)])
+
+    def toolset(self, value: Any) -> Toolset:
+        """Function and custom tools, and the members of namespaces; others run on the vendor's servers."""
+        tools, custom, namespaced = _tools(typed("tools", value, list, default=[]))
+        return Toolset(tuple(tools), custom, namespaced)
+
+    def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
+        """A ``/v1/responses`` request."""
+        effort = typed("reasoning", fields.get("reasoning"), dict, default={}).get("effort")
+        max_tokens = typed("max_output_tokens", fields.get("max_output_tokens"), int)
         if max_tokens is not None and max_tokens < 1:
             raise Refusal("max_output_tokens: must be at least 1")
+        custom, namespaced = toolset.custom, toolset.namespaced
         return Conversation(
-            messages=reader.messages,
-            tools=tuple(tools),
-            model=typed("model", body.get("model"), str, default=""),
-            stream=typed("stream", body.get("stream"), bool, default=False),
+            messages=tuple(read.messages),
+            tools=toolset.tools,
+            model=typed("model", fields.get("model"), str, default=""),
+            stream=typed("stream", fields.get("stream"), bool, default=False),
             max_tokens=max_tokens,
-            temperature=typed("temperature", body.get("temperature"), (int, float)),
-            top_p=typed("top_p", body.get("top_p"), (int, float)),
+            temperature=typed("temperature", fields.get("temperature"), (int, float)),
+            top_p=typed("top_p", fields.get("top_p"), (int, float)),
             thinking=None if effort is None else effort != "none",
-            extra={"placeholders": reader.placeholders, "custom": custom, "namespaced": namespaced},
+            extra={"placeholders": read.placeholders, "custom": custom, "namespaced": namespaced},
         )
 
     def body(self, head: Head, reply: Reply) -> dict[str, Any]:
@@ -160,82 +199,38 @@ class ResponsesEmitter:
         return f"event: {name}\ndata: {data}\n\n".encode("utf-8", "replace")
 
 
-class _Reader:
-    """Gathers input items into messages: what the policy said in one turn comes as several items."""
+def _add(into: Reading, role: str, parts: list[Part]) -> None:
+    """Add a message, or to the assistant's turn that is being read."""
+    if role == "assistant" and into.messages and into.messages[-1].role == "assistant":
+        parts = [*into.messages.pop().parts, *parts]
+    into.messages.append(Message(role, tuple(parts) if role == "assistant" else merged(parts)))
 
-    def __init__(self) -> None:
-        self.placeholders = 0
-        self._messages: list[Message] = []
 
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages read so far."""
-        return tuple(self._messages)
+def _message(where: str, item: dict[str, Any], into: Reading) -> None:
+    role = item.get("role")
+    texts: list[Part] = [*_texts(f"{where}.content", item.get("content"), into)]
+    match role:
+        case "system" | "developer":
+            _add(into, "system", texts)
+        case "user":
+            _add(into, "user", texts)
+        case "assistant":
+            _add(into, "assistant", [t for t in texts if isinstance(t, Text) and t.text])
+        case _:
+            raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant")
 
-    def add(self, role: str, parts: list[Part]) -> None:
-        """Add a message, or to the assistant's turn that is being read."""
-        if role == "assistant" and self._messages and self._messages[-1].role == "assistant":
-            parts = [*self._messages.pop().parts, *parts]
-        self._messages.append(Message(role, tuple(parts) if role == "assistant" else merged(parts)))
 
-    def read(self, value: Any) -> None:
-        """Read ``input``: a string, which is one user message, or items."""
-        if isinstance(value, str):
-            self.add("user", [Text(value)])
-            return
-        for i, raw in enumerate(typed("input", value, list, default=[])):
-            self._item(f"input[{i}]", typed(f"input[{i}]", raw, dict, default={}))
-
-    def _item(self, where: str, item: dict[str, Any]) -> None:
-        match item.get("type", "message"):
-            case "message":
-                self._message(where, item)
-            case "reasoning":
-                texts = [*(item.get("content") or []), *([] if item.get("content") else item.get("summary") or [])]
-                thought = "\n".join(str(t.get("text", "")) for t in texts if isinstance(t, dict))
-                self.add("assistant", [Thinking(thought, str(item.get("encrypted_content") or ""))])
-            case "function_call":
-                name = ".".join(str(n) for n in (item.get("namespace"), item.get("name", "")) if n)
-                self.add("assistant", [ToolCall(str(item.get("call_id", "")), name, arguments(item.get("arguments")))])
-            case "custom_tool_call":
-                value = {FREE_TEXT: str(item.get("input", ""))}
-                self.add("assistant", [ToolCall(str(item.get("call_id", "")), str(item.get("name", "")), value)])
-            case "function_call_output" | "custom_tool_call_output":
-                text = "\n".join(p.text for p in self._texts(f"{where}.output", item.get("output")))
-                self.add("tool", [ToolResult(str(item.get("call_id", "")), text)])
-            case "item_reference":
-                raise Refusal(f"{where}: nothing is stored here; send the item itself")
-            case _:
-                self.placeholders += 1
-                self.add("user", [placeholder(item)])
-
-    def _message(self, where: str, item: dict[str, Any]) -> None:
-        role = item.get("role")
-        texts: list[Part] = [*self._texts(f"{where}.content", item.get("content"))]
-        match role:
-            case "system" | "developer":
-                self.add("system", texts)
-            case "user":
-                self.add("user", texts)
-            case "assistant":
-                self.add("assistant", [t for t in texts if isinstance(t, Text) and t.text])
-            case _:
-                raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant")
-
-    def _texts(self, where: str, content: Any) -> list[Text]:
-        if isinstance(content, str):
-            return [Text(content)]
-        texts = []
-        for i, raw in enumerate(typed(where, content, list, default=[])):
-            block = typed(f"{where}[{i}]", raw, dict, default={})
-            if block.get("type") in ("input_text", "output_text", "text", "refusal"):
-                texts.append(
-                    Text(typed(f"{where}[{i}].text", block.get("text", block.get("refusal")), str, default=""))
-                )
-            else:
-                self.placeholders += 1
-                texts.append(placeholder(block))
-        return texts
+def _texts(where: str, content: Any, into: Reading) -> list[Text]:
+    if isinstance(content, str):
+        return [Text(content)]
+    texts = []
+    for i, raw in enumerate(typed(where, content, list, default=[])):
+        block = typed(f"{where}[{i}]", raw, dict, default={})
+        if block.get("type") in ("input_text", "output_text", "text", "refusal"):
+            texts.append(Text(typed(f"{where}[{i}].text", block.get("text", block.get("refusal")), str, default="")))
+        else:
+            texts.append(into.placeholder(block))
+    return texts
 
 
 def _tools(raw: list[Any], namespace: str = "") -> tuple[list[Tool], tuple[str, ...], tuple[str, ...]]:
