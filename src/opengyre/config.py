@@ -103,10 +103,11 @@ class CellsConfig(_Table, frozen=True, kw_only=True):
 class ScheduleConfig(_Table, frozen=True, kw_only=True):
     """When cells change role, and how far rollout may run ahead."""
 
-    policy: str = "elastic"  # elastic | colocate | async | lend | a "module:class"
+    policy: str = "elastic"  # elastic | elastic-plus | colocate | async | lend | a "module:class"
     max_staleness: int = 1  # version at training - oldest version in the sample
     cooldown_s: float = 2.0  # a cell stays in a role at least this long
     switch_cost_s: float = 0.5  # expected cost of a switch pair, updated from what is measured
+    carry_over: bool = False  # colocate: train as soon as a step is full, unfinished executions wait meanwhile
     train_cells: int = 0  # async: satellites that always train; lend: satellites in the pool (besides the core)
 
 
@@ -120,7 +121,7 @@ class TrainConfig(_Table, frozen=True, kw_only=True):
     beta2: float = 0.95
     adam_eps: float = 1e-8
     max_grad_norm: float = 1.0
-    loss: Literal["gspo", "grpo", "cispo"] = "gspo"
+    loss: Literal["gspo", "grpo", "cispo", "reinforce"] = "gspo"
     clip_low: float = 3e-4  # GSPO, arXiv 2507.18071
     clip_high: float = 4e-4
     old_logprobs: Literal["behaviour", "decoupled"] = "behaviour"  # decoupled: recomputed at step start, with TIS

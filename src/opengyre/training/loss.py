@@ -26,7 +26,7 @@ LOG_RATIO_LIMIT = 10.0  # |log ratio| beyond this is a broken token, not a polic
 class LossConfig:
     """What the losses read of ``config.TrainConfig``; ``tis_cap`` None: no importance weight."""
 
-    kind: Literal["gspo", "grpo", "cispo"] = "gspo"
+    kind: Literal["gspo", "grpo", "cispo", "reinforce"] = "gspo"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     tis_cap: float | None = None
@@ -75,8 +75,10 @@ def policy_loss(
         objective, clipped = _clipped(ratios[rows] * live, token_advantages, config)
     elif config.kind == "grpo":
         objective, clipped = _clipped(log_ratio.exp() * live, token_advantages, config)
-    else:
+    elif config.kind == "cispo":
         objective, clipped = _cispo(log_ratio.exp(), new, token_advantages, config)
+    else:  # Williams, Machine Learning 8 (1992); with advantage 1 it is the cross-entropy of what was sampled
+        objective, clipped = token_advantages * new, torch.zeros_like(new, dtype=torch.bool)
     if prox is not None and config.tis_cap is not None:
         gap = (prox - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         objective = objective * gap.exp().clamp(max=config.tis_cap)
