@@ -21,7 +21,7 @@ from transformers import (
 from opengyre.samples.types import Sample
 from opengyre.training import attention
 from opengyre.training.forward import Forward
-from opengyre.training.pack import Pack, pack, within_budget
+from opengyre.training.pack import Pack, pack, windows, within_budget
 from training_models import make_sample, random_samples, tiny_qwen3
 
 torch.set_num_threads(1)
@@ -80,6 +80,44 @@ def test_budget():
     assert len(within_budget(samples, 10_000)) == 1 and within_budget([], 10) == []
 
 
+def test_a_shared_prefix_is_kept_together_where_that_saves_work():
+    long, short = np.arange(60) % 64, np.arange(10) % 64
+
+    def branches(prefix: np.ndarray, n: int) -> list[Sample]:
+        ids = [np.concatenate([prefix, [k] * 12]) for k in range(n)]
+        return [make_sample(s, np.arange(len(s)) >= len(prefix), name=str(k)) for k, s in enumerate(ids)]
+
+    assert [len(p.samples) for p in within_budget(branches(long, 4), 40)] == [1, 1, 1, 1]
+    assert [len(p.samples) for p in within_budget(branches(long, 4), 40, 200)] == [4]
+    assert [len(p.samples) for p in within_budget(branches(long, 4), 40, 90)] == [2, 2]  # 60 + 2 * 12 fit
+    assert [len(p.samples) for p in within_budget(branches(short, 4), 40, 200)] == [2, 2]  # two forwards cost more
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8), st.integers(1, 9))
+def test_windows_cover_the_row_and_look_back_only(sequences, tokens):
+    packed = pack([make_sample(s, np.arange(len(s)) > 0, name=str(i)) for i, s in enumerate(sequences)])
+    cut = windows(packed, tokens)
+    assert [w.first for w in cut] == list(range(0, len(packed.ids), tokens)) and cut[-1].last == len(packed.ids)
+    assert sorted(i for w in cut for i in w.trained) == list(range(len(packed.sources)))
+    starts = {chain.own[0] for chain in cut[-1].chains}
+    seen = {i: {*_rows(chain), *range(chain.own[0], i + 1)} for chain in packed.chains for i in range(*_span(chain))}
+    for w in cut:
+        asked = [c for c in w.chains if c.own[0] >= w.first]
+        assert [i for c in asked for i in range(*_span(c))] == list(range(w.first, w.last))
+        for c in asked:
+            assert all(start in starts and start // tokens == (start + n - 1) // tokens for start, n in c.before)
+            assert all({*_rows(c), *range(c.own[0], i + 1)} == seen[i] for i in range(*_span(c)))
+
+
+def _span(chain) -> tuple[int, int]:
+    return chain.own[0], sum(chain.own)
+
+
+def _rows(chain) -> list[int]:
+    return [i for start, n in chain.before for i in range(start, start + n)]
+
+
 def separate(forward: Forward, samples: list[Sample]) -> torch.Tensor:
     """One plain forward of the whole model a sample, full logits."""
     out = []
@@ -112,6 +150,42 @@ def test_trees_equal_separate_sequences(monkeypatch, block, window):
     weights = torch.randn(len(got), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for a, b in zip(gradients(model, got @ weights), gradients(model, want @ weights), strict=True):
         assert float((a - b).abs().max()) <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "flash", "window"), [(3, True, None), (7, True, None), (7, False, 10), (64, False, None)]
+)
+def test_paths_longer_than_memory_train_in_windows(monkeypatch, tokens, flash, window):
+    if not flash:
+        monkeypatch.setattr(attention, "QUERY_BLOCK", 4)
+        monkeypatch.setattr(attention, "FLASH_DEVICES", ())
+    extra = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+    model = tiny_qwen3(num_hidden_layers=3, **extra)
+    forward = Forward(model)
+    packed = pack(random_samples(1))
+    want = forward.logprobs(packed)
+    weights = torch.randn(len(want), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    loss = (want * want * weights).sum()  # the gradient of one token depends on its log-probability
+    expected = gradients(model, loss)
+    got = forward.logprobs(packed, tokens)
+    assert float((got - want).abs().max().detach()) <= 1e-12
+    (got * got * weights).sum().backward()
+    for p, b in zip(model.parameters(), expected, strict=True):
+        assert float((p.grad - b).abs().max()) <= 1e-12 * max(1.0, float(b.abs().max()))
+    with torch.no_grad():
+        assert float((forward.logprobs(packed, tokens) - want).abs().max()) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("tokens", [None, 7])
+def test_flex_attention_sees_the_same(monkeypatch, tokens):
+    model = tiny_qwen3(num_hidden_layers=3)
+    forward = Forward(model)
+    packed = pack(random_samples(1))
+    with torch.no_grad():
+        want = forward.logprobs(packed)
+        monkeypatch.setattr(attention, "FLEX_DEVICES", ("cpu",))  # on a CPU it has no backward pass
+        assert float((forward.logprobs(packed, tokens) - want).abs().max()) <= 1e-12
 
 
 @pytest.mark.parametrize("trees", [True, False])
@@ -174,4 +248,5 @@ def test_any_model(build):
     for packed in packs:
         want = separate(forward, list(packed.samples))
         assert float((forward.logprobs(packed) - want).abs().max().detach()) < 1e-5
+        assert float((forward.logprobs(packed, 16) - want).abs().max().detach()) < 1e-5
     assert model.config._attn_implementation == before

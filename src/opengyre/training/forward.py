@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from opengyre.errors import TrainingError
 from opengyre.record.types import Role
 from opengyre.samples.types import Sample
-from opengyre.training.attention import ATTENTION, TreePlan, attention_of
-from opengyre.training.pack import Pack, ordered, pack, within_budget
+from opengyre.training.attention import ATTENTION, Memory, TreePlan, attention_of
+from opengyre.training.pack import Pack, Window, ordered, pack, within_budget
+from opengyre.training.windows import in_windows
 
 LOGITS_AT_ONCE = 1 << 26  # logits held for the backward pass: 256 MiB in float32; more are recomputed in blocks
 LAYERS_WITH_PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
@@ -64,31 +65,50 @@ class Forward:
     def trees(self, on: bool) -> None:
         self._trees = on
 
-    def plan(self, samples: Sequence[Sample], budget: int) -> list[Pack]:
-        """Split ``samples`` into forward passes of at most ``budget`` tokens (a longer sample goes alone)."""
+    def plan(self, samples: Sequence[Sample], budget: int, row: int | None = None) -> list[Pack]:
+        """Split ``samples`` into passes that hold the activations of at most ``budget`` tokens.
+
+        ``row``: the most tokens of a pack that is computed in windows. A sample longer than the budget goes alone, in
+        windows where trees can be computed.
+        """
         if self.trees:
-            return within_budget(samples, budget)
+            return within_budget(samples, budget, row)
         return [pack(batch) for batch in _padded_batches(samples, budget)]
 
-    def logprobs(self, packed: Pack) -> Tensor:
-        """(M,) log-probability of each trainable token of the pack; float32 or better."""
-        return self._on_trees(packed) if self.trees else self._padded(packed)
+    def logprobs(self, packed: Pack, window: int | None = None) -> Tensor:
+        """(M,) log-probability of each trainable token of the pack; float32 or better.
+
+        ``window``: packs with more tokens are computed so many at a time. The backward pass of such a one adds to
+        ``.grad`` of the model's parameters directly, as gradient checkpointing does.
+        """
+        if not self.trees:
+            return self._padded(packed)
+        if window is not None and len(packed.ids) > window:
+            return in_windows(packed, window, self._window, next(self._model.parameters()))
+        return self._on_trees(packed)
 
     def cost(self, packed: Pack) -> int:
-        """Tokens the forward pass computes for the pack, padding included."""
+        """Unique tokens the pass computes for the pack, padding included."""
         if self.trees:
             return len(packed.ids)
         return len(packed.samples) * max(len(s.ids) for s in packed.samples)
 
     def _on_trees(self, packed: Pack) -> Tensor:
-        device = self._model.device
-        ids, positions, sources, labels = (
-            torch.from_numpy(x).to(device) for x in (packed.ids, packed.positions, packed.sources, packed.labels)
+        whole = Window(0, len(packed.ids), packed.chains, np.arange(len(packed.sources)))
+        return self._window(packed, whole, None)
+
+    def _window(self, packed: Pack, window: Window, memory: Memory | None) -> Tensor:
+        """Log-probabilities of the trainable tokens predicted in a window."""
+        rows, device = slice(window.first, window.last), self._model.device
+        sources, labels = packed.sources[window.trained] - window.first, packed.labels[window.trained]
+        ids, positions, at, targets = (
+            torch.from_numpy(x).to(device) for x in (packed.ids[rows], packed.positions[rows], sources, labels)
         )
         entry = self._entry()  # tried, if need be, with the model's own attention
+        plan = TreePlan.of(window.chains, window.first, memory)
         with attention_of(self._model, ATTENTION):
-            states = self._states(entry, ids[None], position_ids=positions[None], tree=TreePlan.of(packed.chains))
-        return self._project(states[0].index_select(0, sources), labels)
+            states = self._states(entry, ids[None], position_ids=positions[None], tree=plan)
+        return self._project(states[0].index_select(0, at), targets)
 
     def _padded(self, packed: Pack) -> Tensor:
         device = self._model.device
@@ -146,9 +166,11 @@ class Forward:
         packed = pack([_probe(i, branch) for i, branch in enumerate(branches)])
         try:
             got = self._on_trees(packed)
-        except (TrainingError, TypeError, ValueError):  # no attention interface, or one that takes no plan
+            cut = in_windows(packed, 4, self._window, next(self._model.parameters()))
+        except (TrainingError, TypeError, ValueError, AttributeError):  # no attention interface, or one without plans
             return False
-        return self._same(got, torch.cat([self._padded(pack([s])) for s in packed.samples]))
+        want = torch.cat([self._padded(pack([s])) for s in packed.samples])
+        return self._same(got, want) and self._same(cut, want)
 
     def _random_ids(self, count: int) -> np.ndarray:
         vocab = self._model.get_input_embeddings().weight.shape[0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,17 +100,63 @@ def pack(samples: Sequence[Sample]) -> Pack:
     )
 
 
-def within_budget(samples: Sequence[Sample], budget: int) -> list[Pack]:
-    """As few packs as a greedy walk gives, of at most ``budget`` unique tokens each; a longer sample goes alone."""
+def within_budget(samples: Sequence[Sample], budget: int, row: int | None = None) -> list[Pack]:
+    """As few packs as a greedy walk gives, of at most ``budget`` unique tokens each; a longer sample goes alone.
+
+    With ``row``, a pack may have up to that many tokens where that saves work: it is then computed in windows of
+    ``budget`` tokens, whose forward pass runs twice, instead of computing the shared prefix (a forward and a backward
+    pass, three times a forward's work) once more.
+    """
     bins, size, previous = list[list[Sample]](), budget, np.empty(0, np.int32)
     for sample in ordered(samples):
-        new = len(sample.ids) - shared_prefix(previous, sample.ids)
-        if not bins or size + new > budget:
+        shared = shared_prefix(previous, sample.ids)
+        new = len(sample.ids) - shared
+        extra = new if size > budget else size + new
+        saves = row is not None and size + new <= row and 3 * shared > extra
+        if not bins or (size + new > budget and not saves):
             bins.append([])
             size, new = 0, len(sample.ids)
         bins[-1].append(sample)
         size, previous = size + new, sample.ids
     return [pack(each) for each in bins]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Rows ``first`` to ``last`` of a pack, computed at once.
+
+    ``chains`` cover the row up to ``last``, cut at the edges of windows; ``trained`` are the trainable tokens (places
+    in ``Pack.sources``) predicted in it.
+    """
+
+    first: int
+    last: int
+    chains: tuple[Chain, ...]
+    trained: Index
+
+
+def windows(packed: Pack, tokens: int) -> list[Window]:
+    """Cut a pack into windows of at most ``tokens`` rows; what a row sees lies in its own window or an earlier one."""
+    pieces = list[Chain]()
+    for chain in packed.chains:
+        before = [piece for run in chain.before for piece in _at_edges(run, tokens)]
+        for piece in _at_edges(chain.own, tokens):
+            pieces.append(Chain(piece, tuple(before)))
+            before.append(piece)
+    made = list[Window]()
+    for first in range(0, len(packed.ids), tokens):
+        last = min(first + tokens, len(packed.ids))
+        known = tuple(piece for piece in pieces if piece.own[0] < last)
+        trained = np.flatnonzero((packed.sources >= first) & (packed.sources < last))
+        made.append(Window(first, last, known, trained))
+    return made
+
+
+def _at_edges(run: Run, tokens: int) -> list[Run]:
+    """A run cut at every multiple of ``tokens``."""
+    start, length = run
+    edges = [start, *range((start // tokens + 1) * tokens, start + length, tokens), start + length]
+    return [(a, b - a) for a, b in pairwise(edges)]
 
 
 def _cut(runs: list[Run], length: int) -> list[Run]:

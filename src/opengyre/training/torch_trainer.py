@@ -85,7 +85,7 @@ class TorchTrainer:
     def micro_step(self, samples: Sequence[Sample]) -> MicroStats:
         """Forward and backward over ``samples``; adds to the local gradient sums.
 
-        Any number of tokens is taken, in forward passes within ``micro_step_tokens``. Samples without a trainable token
+        Any number of tokens is taken, ``micro_step_tokens`` of activations at a time. Samples without a trainable token
         cost nothing; with no other ones all figures are 0.
 
         Raises:
@@ -94,7 +94,7 @@ class TorchTrainer:
         """
         started = time.perf_counter()
         useful = [s for s in samples if s.tokens]
-        packs = self.forward.plan(useful, self.config.micro_step_tokens)
+        packs = self.forward.plan(useful, self.config.micro_step_tokens, self.config.row_tokens)
         stats = _Sums()
         for packed in packs:
             loss = self._backward(packed, stats)
@@ -117,11 +117,12 @@ class TorchTrainer:
         )
 
     def _backward(self, packed: Pack, stats: _Sums) -> Loss:
-        new = self.forward.logprobs(packed)
+        self._require_sums()  # gradients of windows go there directly
+        new = self.forward.logprobs(packed, self.config.micro_step_tokens)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference = self._reference.logprobs(packed).to(new)
+                reference = self._reference.logprobs(packed, self.config.micro_step_tokens).to(new)
         recorded = np.concatenate([s.logprobs[s.mask] for s in packed.samples])
         behaviour = torch.from_numpy(recorded).to(new)
         loss = policy_loss(
@@ -140,7 +141,6 @@ class TorchTrainer:
             names = ", ".join(s.sample_id for s in packed.samples[:4])
             self.release()
             raise TrainingError(f"loss is {value}", where=f"samples {names}", right="local gradient sums were dropped")
-        self._require_sums()
         torch.autograd.backward(loss.total)
         self._collect()
         stats.loss_sum += value
