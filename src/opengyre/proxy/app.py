@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -42,12 +42,18 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(sessions: Sessions, driver: CallDriver, config: ProxyConfig | None = None) -> web.Application:
-    """The proxy as an aiohttp application."""
+def make_app(
+    sessions: Sessions,
+    driver: CallDriver,
+    config: ProxyConfig | None = None,
+    routes: Iterable[web.AbstractRouteDef] = (),
+) -> web.Application:
+    """The proxy as an aiohttp application; ``routes`` are served beside the harness's own."""
     door = _Door(sessions, driver, config or ProxyConfig())
     messages, chat, responses = Messages(), Chat(), Responses()
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/healthz", door.health)
+    app.router.add_routes(routes)
     app.router.add_route("HEAD", "/x/{execution}/api/hello", door.hello)
     for prefix in ("/x/{execution}/v1", "/x/{execution}"):  # clients disagree on whose part of the URL v1 is
         app.router.add_post(f"{prefix}/messages", door.answering(messages, door.generate))
@@ -61,9 +67,15 @@ def make_app(sessions: Sessions, driver: CallDriver, config: ProxyConfig | None 
 class ProxyServer:
     """The application on a port."""
 
-    def __init__(self, sessions: Sessions, driver: CallDriver, config: ProxyConfig | None = None) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        driver: CallDriver,
+        config: ProxyConfig | None = None,
+        routes: Iterable[web.AbstractRouteDef] = (),
+    ) -> None:
         self._sessions, self._driver = sessions, driver
-        app = make_app(sessions, driver, config)
+        app = make_app(sessions, driver, config, routes)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:

@@ -1,8 +1,8 @@
 """Are a server's log-probabilities those its tokens were drawn with? Asked once, before anything is recorded.
 
 The behaviour log-probability of a token is that of the distribution it was drawn from: after temperature (SPEC §4.2).
-Servers can be started so that they report the one before it. At temperature t the likeliest tokens lie 1/t as far apart,
-so the same prompt at two temperatures tells the two apart; what is no log-probability at all shows by its sum.
+Servers can be started so that they report the one before it. At temperature t the likeliest tokens lie 1/t as far
+apart, so the same prompt at two temperatures tells; what is no log-probability at all shows by its sum.
 """
 
 from __future__ import annotations
