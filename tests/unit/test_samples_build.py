@@ -228,3 +228,5 @@ def test_shared_prefixes_count_once_where_the_trainer_packs_them() -> None:
     assert unique_tokens([a, b, c]) == 120
     assert len(pack_micro_steps([a, b, c], 120, shared_prefix=True)) == 1
     assert len(pack_micro_steps([a, b, c], 120)) == 3
+    assert len(pack_micro_steps([a, b, c], 60, shared_prefix=True)) == 3  # each is longer than the budget
+    assert len(pack_micro_steps([a, b, c], 60, shared_prefix=True, row=1000)) == 1  # but they had better stay together

@@ -138,7 +138,12 @@ class Conductor:
         """Groups that fit the open step become claimable micro-steps."""
         for query_id in self._assembler.take():
             group = self._parts.harvest.group(query_id, self._results[query_id])
-            micro_steps = pack_micro_steps(group.samples, self._config.train.micro_step_tokens, shared_prefix=True)
+            micro_steps = pack_micro_steps(
+                group.samples,
+                self._config.train.micro_step_tokens,
+                shared_prefix=True,
+                row=self._config.train.row_tokens,
+            )
             step.add_group(micro_steps, group.advantage.valid)
             results = self._results.pop(query_id)
             self._step_groups.add(query_id, results, group)

@@ -19,8 +19,6 @@ from opengyre.samples.advantage import GroupAdvantage, Kind, group_advantage
 from opengyre.samples.select import PathTree, Pick, Picker, by_priority, paths_of, select
 from opengyre.samples.types import Sample
 
-Cost = Callable[[Sequence[Sample]], int]  # tokens that a trainer computes for some samples of one execution
-
 
 class Member(msgspec.Struct, frozen=True):
     """One finished execution of a group. ``reward`` is None when it was not scored."""
@@ -158,24 +156,30 @@ def unique_tokens(samples: Sequence[Sample]) -> int:
     return total
 
 
-def pack_micro_steps(samples: Sequence[Sample], budget: int, *, shared_prefix: bool = False) -> list[list[Sample]]:
+def pack_micro_steps(
+    samples: Sequence[Sample], budget: int, *, shared_prefix: bool = False, row: int | None = None
+) -> list[list[Sample]]:
     """Split samples into micro-steps of at most ``budget`` tokens, deterministic in the order given.
 
     An execution's samples stay together, ordered by path, while they fit; then whole executions fill the first
-    micro-step with room. A sample longer than the budget gets a micro-step of its own: it is never cut, for a cut
-    trajectory has another sequence ratio. ``shared_prefix``: the trainer computes a shared prefix once, so it counts
-    once.
+    micro-step with room. A sample longer than the budget is never cut, for a cut trajectory has another sequence ratio.
+    ``shared_prefix``: the trainer computes a shared prefix once, so it counts once. ``row``: it can also compute a row
+    of so many tokens in windows of the budget; samples whose common prefix costs more than that stay together.
     """
 
     def cost(some: Sequence[Sample]) -> int:
         return unique_tokens(some) if shared_prefix else sum(len(s.ids) for s in some)
+
+    def together(piece: list[Sample], sample: Sample) -> bool:
+        used, joined = cost(piece), cost([*piece, sample])
+        return joined <= budget or (row is not None and joined <= row and windows_pay(used, joined, sample, budget))
 
     bins: list[tuple[int, list[Sample]]] = []
     by_execution: dict[str, list[Sample]] = {}
     for sample in samples:
         by_execution.setdefault(sample.execution_id, []).append(sample)
     for own in by_execution.values():
-        for piece in _pieces(sorted(own, key=lambda s: s.segments), budget, cost):
+        for piece in _pieces(sorted(own, key=lambda s: s.segments), together):
             tokens = cost(piece)
             place = next((i for i, (used, _) in enumerate(bins) if used + tokens <= budget), None)
             if place is None:
@@ -186,11 +190,22 @@ def pack_micro_steps(samples: Sequence[Sample], budget: int, *, shared_prefix: b
     return [inside for _, inside in bins]
 
 
-def _pieces(samples: Sequence[Sample], budget: int, cost: Cost) -> Iterator[list[Sample]]:
-    """Neighbouring samples together while they fit; a sample over the budget alone."""
+def windows_pay(used: int, joined: int, sample: Sample, budget: int) -> bool:
+    """True if ``sample`` had better join a row of ``used`` tokens, which has ``joined`` then, than get one of its own.
+
+    A row over the budget runs its forward pass twice; a row of its own computes the shared prefix again, forward and
+    backward, three times a forward's work.
+    """
+    shared = used + len(sample.ids) - joined
+    twice = joined - used if used > budget else joined
+    return 3 * shared > twice
+
+
+def _pieces(samples: Sequence[Sample], together: Callable[[list[Sample], Sample], bool]) -> Iterator[list[Sample]]:
+    """Neighbouring samples as long as they had better stay together."""
     piece: list[Sample] = []
     for sample in samples:
-        if piece and cost([*piece, sample]) > budget:
+        if piece and not together(piece, sample):
             yield piece
             piece = []
         piece.append(sample)

@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from opengyre.samples.build import windows_pay
 from opengyre.samples.types import Sample
 
 Index = NDArray[np.int64]
@@ -104,15 +105,13 @@ def within_budget(samples: Sequence[Sample], budget: int, row: int | None = None
     """As few packs as a greedy walk gives, of at most ``budget`` unique tokens each; a longer sample goes alone.
 
     With ``row``, a pack may have up to that many tokens where that saves work: it is then computed in windows of
-    ``budget`` tokens, whose forward pass runs twice, instead of computing the shared prefix (a forward and a backward
-    pass, three times a forward's work) once more.
+    ``budget`` tokens.
     """
     bins, size, previous = list[list[Sample]](), budget, np.empty(0, np.int32)
     for sample in ordered(samples):
         shared = shared_prefix(previous, sample.ids)
         new = len(sample.ids) - shared
-        extra = new if size > budget else size + new
-        saves = row is not None and size + new <= row and 3 * shared > extra
+        saves = row is not None and size + new <= row and windows_pay(size, size + new, sample, budget)
         if not bins or (size + new > budget and not saves):
             bins.append([])
             size, new = 0, len(sample.ids)
