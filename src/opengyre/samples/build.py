@@ -87,11 +87,20 @@ def build_samples(
     are the recorded ones on every sampled token of the path and NaN elsewhere.
     """
     picks = select(paths_of(tree, roles), j_max=j_max, run_seed=run_seed, execution_id=execution_id, picker=picker)
-    drafts = [(pick, list(tree.path(pick.leaf))) for pick in picks]
-    masks = [_mask(pick) for pick in picks]
-    total = sum(int(mask.sum()) for mask in masks)
-    return [
-        Sample(
+    return list(samples_of(tree, picks, execution_id=execution_id, query_id=query_id, advantage=advantage))
+
+
+def samples_of(
+    tree: PathTree, picks: Sequence[Pick], *, execution_id: str, query_id: str, advantage: float
+) -> Iterator[Sample]:
+    """The samples of the paths that were picked, one at a time: a path of a million tokens is in memory once."""
+    trained = {key for pick in picks for key in pick.trainable}  # no key is in two picks
+    tokens = {segment.key: segment.tokens for pick in picks for segment in pick.path.segments}
+    total = sum(tokens[key] for key in trained)
+    for pick in picks:
+        path, mask = list(tree.path(pick.leaf)), _mask(pick)
+        versions = list(_versions(mask, path))
+        yield Sample(
             sample_id=f"{execution_id}/{pick.leaf}",
             execution_id=execution_id,
             query_id=query_id,
@@ -101,12 +110,10 @@ def build_samples(
             logprobs=np.concatenate([_logprobs(span) for *_, span in path]),
             advantage=advantage,
             weight=1.0 / total,
-            oldest_version=min(versions := list(_versions(mask, path))),
+            oldest_version=min(versions),
             newest_version=max(versions),
             segments=_segments(path),
         )
-        for (pick, path), mask in zip(drafts, masks, strict=True)
-    ]
 
 
 def _mask(pick: Pick) -> np.ndarray:
