@@ -63,9 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path)
     report.set_defaults(run=_report)
 
+    from opengyre.executions import command as harness
     from opengyre.run import command as collect
+    from opengyre.training import command as sft
 
     collect.add_parser(commands, common)
+    sft.add_parser(commands, common)
+    harness.add_parser(commands, common)
     return parser
 
 

@@ -38,14 +38,14 @@ class Pin:
         version: the one we support.
         files: where its program lies below its folder, the preferred first; ``{arch}`` is npm's name of ours.
         command: its name on PATH.
-        flag: prints the version.
+        asks: prints the version; ``{program}`` and ``{folder}`` (the program's) are filled in.
     """
 
     name: str
     version: str
     files: tuple[str, ...]
     command: str
-    flag: str = "--version"
+    asks: tuple[str, ...] = ("{program}", "--version")
 
 
 _NODE = "node_modules"
@@ -73,7 +73,14 @@ PINNED = {
         ),
         Pin("codex", "0.171.0", (f"{_NODE}/.bin/codex",), "codex"),
         Pin("qwen_code", "0.15.10", (f"{_NODE}/.bin/qwen",), "qwen"),
-        Pin("mini_swe_agent", "2.4.6", ("venv/bin/mini",), "mini"),
+        Pin(
+            "mini_swe_agent",
+            "2.4.6",
+            ("venv/bin/mini",),
+            "mini",
+            # It has no flag for it, and starting it writes a configuration.
+            ("{folder}/python", "-c", "from importlib.metadata import version; print(version('mini-swe-agent'))"),
+        ),
     )
 }
 
@@ -119,7 +126,7 @@ def require(name: str, path: str | None = None) -> Path:
     where = "harness.options.path" if path else "harness.kind"
     if not program.is_file() or not os.access(program, os.X_OK):
         raise ConfigError(f"{program} is no program", where=where, right=how)
-    found = version_of(program, pin.flag)
+    found = version_of(pin, program)
     if pin.version not in found.split():
         what = f"{program} is {found or 'silent about its version'}"
         raise ConfigError(what, where=where, right=f"{name} {pin.version}; {how}")
@@ -127,12 +134,11 @@ def require(name: str, path: str | None = None) -> Path:
 
 
 @functools.cache
-def version_of(program: Path, flag: str = "--version") -> str:
-    """The first line a program prints when asked for its version; asked once a process. Empty if it says nothing."""
+def version_of(pin: Pin, program: Path) -> str:
+    """The first line a program says of its version; asked once a process. Empty if it says nothing."""
+    argv = [word.format(program=program, folder=program.parent) for word in pin.asks]
     try:
-        done = subprocess.run(
-            [program, flag], capture_output=True, text=True, timeout=VERSION_S, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=VERSION_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return next(iter(done.stdout.strip().splitlines()), "")
