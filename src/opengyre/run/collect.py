@@ -18,7 +18,7 @@ import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -136,7 +136,9 @@ async def _collect(
     past = list(read(log)) if log.exists() else []
     events = EventLog(log)
     state = "resume" if prepared.resumed else "start"
-    events.emit("run", state=state, name=config.name, policy="collect", steps=0, seed=config.seed, learning_rate=0.0, cells=[])
+    events.emit(
+        "run", state=state, name=config.name, policy="collect", steps=0, seed=config.seed, learning_rate=0.0, cells=[]
+    )
     reason = "interrupted"
     try:
         async with _cells(prepared, events, past) if make is None else _engine(prepared, events, make) as parts:
@@ -196,7 +198,9 @@ def describe(collected: Collected, head: str) -> str:
         return f"{head}, no execution has a score"
     whole = sum(reward >= 1.0 for reward in collected.rewards)
     mean = sum(collected.rewards) / n
-    return f"{head}, {n} scored executions, mean reward {mean:.2f}, {whole / n:.0%} with 1; {collected.unscored} without"
+    return (
+        f"{head}, {n} scored executions, mean reward {mean:.2f}, {whole / n:.0%} with 1; {collected.unscored} without"
+    )
 
 
 @asynccontextmanager
@@ -238,8 +242,6 @@ async def _engine(prepared: Prepared, events: EventLog, make: MakeEngine) -> Asy
 @asynccontextmanager
 async def _cells(prepared: Prepared, events: EventLog, past: list[dict[str, Any]]) -> AsyncIterator[_Parts]:
     """The run's own cells, serving its own model; there is no step, so none of them trains."""
-    config = msgspec.structs.replace(prepared.config, steps=0)
-    async with assemble_parts(msgspec.structs.replace(prepared, config=config), events, past) as parts:
-        yield _Parts(
-            parts.groups, parts.journal, parts.harvest, parts.door, parts.guard, parts.controller.failure
-        )
+    idle = replace(prepared, config=msgspec.structs.replace(prepared.config, steps=0))
+    async with assemble_parts(idle, events, past) as parts:
+        yield _Parts(parts.groups, parts.journal, parts.harvest, parts.door, parts.guard, parts.controller.failure)
