@@ -1,23 +1,28 @@
-"""The dialects against golden files: what a request means, what an answer looks like, whole and streamed.
+"""The dialects against golden files: what a request means, what an answer looks like, whole and streamed, byte by byte.
 
-``WRITE_GOLDEN=1 pytest tests/unit/test_proxy_dialects.py`` rewrites the answers; read the difference before keeping it.
+Ids and times come in with the ``Head`` and the turn, so answers are the same every time. All that is written is also
+read by the vendors' own types. ``pytest --update-golden`` rewrites the answers.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
+import anthropic.types
+import openai.types.chat
+import openai.types.responses
 import pytest
+from pydantic import TypeAdapter
 
 from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolResult
 from opengyre.proxy.dialects.base import Head
 from opengyre.proxy.dialects.chat import Chat
 from opengyre.proxy.dialects.messages import Messages
 from opengyre.proxy.dialects.responses import Responses
-from opengyre.proxy.history import History
+from opengyre.proxy.keys import keys
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, Turn
 from opengyre.record.types import Finish
@@ -27,6 +32,8 @@ DIALECTS = {"messages": Messages(), "chat": Chat(), "responses": Responses()}
 CALLS = (ToolCall("toolu_1", "read", {"path": "ä.py", "line": 3}), ToolCall("toolu_2", "run", {}))
 REPLIES = {
     "text": Reply("c0ffee", Turn((Text("Hello."),), True), Finish.STOP, 123, 3, True),
+    "thinking": Reply("c0ffee", Turn((Thinking("I think."), Text("So.")), True), Finish.STOP, 123, 9, True),
+    "empty": Reply("c0ffee", Turn((), True), Finish.STOP, 123, 1, True),
     "calls": Reply("c0ffee", Turn((Thinking("I look."), Text("Reading:"), *CALLS), True), Finish.STOP, 123, 40, True),
     "cut": Reply("c0ffee", Turn((Text('<tool_call>{"name":'),), False, 1), Finish.LENGTH, 123, 8, True),
     "stop_sequence": Reply(
@@ -36,11 +43,12 @@ REPLIES = {
 each_dialect = pytest.mark.parametrize("name", DIALECTS)
 
 
-def check(path: Path, text: str) -> None:
-    if os.environ.get("WRITE_GOLDEN"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text(), path
+TYPES = {
+    "messages": (anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+    "chat": (openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+    "responses": (openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+}
+REFUSAL = Refusal("prompt is too long: 9 tokens > 8 maximum", code="context_length_exceeded")
 
 
 def pretty(value) -> str:
@@ -55,14 +63,46 @@ def head(name: str) -> Head:
     return Head("c0ffee", request(name, "agent"), 123, created_s=1_700_000_000)
 
 
+def written(name: str, reply: Reply) -> tuple[dict, bytes]:
+    """(whole, streamed)"""
+    emitter = DIALECTS[name].emitter(head(name))
+    return DIALECTS[name].body(head(name), reply), emitter.open() + emitter.ping() + emitter.close(reply)
+
+
+def data(stream: bytes) -> list[dict]:
+    return [json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")]
+
+
 @each_dialect
 @pytest.mark.parametrize("case", REPLIES)
-def test_answers(name, case):
-    dialect, reply = DIALECTS[name], REPLIES[case]
-    check(GOLDEN / name / f"{case}.response.json", pretty(dialect.body(head(name), reply)))
-    emitter = dialect.emitter(head(name))
-    stream = emitter.open() + emitter.ping() + emitter.close(reply)
-    check(GOLDEN / name / f"{case}.stream.txt", stream.decode())
+def test_answers(name, case, golden):
+    whole, stream = written(name, REPLIES[case])
+    golden(GOLDEN / name / f"{case}.response.json", pretty(whole))
+    golden(GOLDEN / name / f"{case}.stream.txt", stream.decode())
+
+
+@cache
+def adapters(name: str) -> list[TypeAdapter]:
+    return [TypeAdapter(kind) for kind in TYPES[name]]
+
+
+@each_dialect
+@pytest.mark.parametrize("case", REPLIES)
+def test_answers_are_what_the_vendors_types_say(name, case):
+    whole, stream = written(name, REPLIES[case])
+    kind, event = adapters(name)
+    kind.validate_python(whole)
+    for each in data(stream):
+        if each.get("type") != "ping":
+            event.validate_python(each)
+
+
+@each_dialect
+def test_an_error_after_the_start(name, golden):
+    emitter = DIALECTS[name].emitter(head(name))
+    overloaded = Refusal("the model is not available right now", status=529, kind="overloaded_error")
+    frames = emitter.open() + emitter.delta("text", "Hel") + emitter.fail(overloaded)
+    golden(GOLDEN / name / "failed.stream.txt", frames.decode())
 
 
 @each_dialect
@@ -71,7 +111,7 @@ def test_deltas_released_early_do_not_change_the_answer(name):
     emitter = dialect.emitter(head(name))
     stream = emitter.open() + emitter.delta("thinking", "I lo") + emitter.delta("text", "Rea") + emitter.close(reply)
     said = {"thinking": "", "text": ""}
-    for event in (json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")):
+    for event in data(stream):
         delta = event.get("delta") or (event.get("choices") or [{}])[0].get("delta") or {}
         if isinstance(delta, str):  # Responses
             said["thinking" if "reasoning" in event["type"] else "text"] += delta if "_text" in event["type"] else ""
@@ -82,16 +122,15 @@ def test_deltas_released_early_do_not_change_the_answer(name):
 
 
 @each_dialect
-def test_errors_have_the_dialects_form(name):
-    refusal = Refusal("prompt is too long: 9 tokens > 8 maximum", code="context_length_exceeded")
-    check(GOLDEN / name / "error.json", pretty(DIALECTS[name].error(refusal)))
+def test_errors_have_the_dialects_form(name, golden):
+    golden(GOLDEN / name / "error.json", pretty(DIALECTS[name].error(REFUSAL)))
 
 
-def test_what_a_request_means_is_the_same_in_all_dialects():
+def test_what_a_request_means_is_the_same_in_all_dialects(golden):
     read = [request(name, "agent") for name in DIALECTS]
-    check(GOLDEN / "agent.conversation.json", pretty(_meaning(read[0])))
+    golden(GOLDEN / "agent.conversation.json", pretty(_meaning(read[0])))
     assert [_meaning(c) for c in read[1:]] == [_meaning(read[0])] * 2
-    assert len({tuple(History().read(c).keys) for c in read}) == 1
+    assert len({tuple(keys(c)) for c in read}) == 1
 
 
 def _meaning(conversation):
@@ -174,7 +213,7 @@ def test_arguments_that_are_no_json_are_kept():
 
 
 def test_namespaced_and_custom_tools_find_their_way_back():
-    members = [{"type": "function", "name": "spawn", "parameters": {}}]
+    members = [{"type": "function", "name": "spawn", "parameters": {}}, {"type": "custom", "name": "tell"}]
     patch = {"type": "custom", "name": "patch", "description": "d"}
     body = {
         "model": "policy-model",
@@ -189,8 +228,27 @@ def test_namespaced_and_custom_tools_find_their_way_back():
     }
     asked = Responses().parse(body)
     calls = (ToolCall("a", "agents.spawn", {}), ToolCall("b", "patch", {"input": "*** x"}))
-    assert asked.messages[1].parts == calls and [t.name for t in asked.tools] == ["agents.spawn", "patch"]
+    assert asked.messages[1].parts == calls
+    assert [t.name for t in asked.tools] == ["agents.spawn", "agents.tell", "patch"]
+    calls = (*calls, ToolCall("c", "agents.tell", {"input": "hi"}), ToolCall("d", "patch", {"other": 1}))
     reply = replace(REPLIES["calls"], turn=Turn(calls, True))
-    spawn, custom = Responses().body(Head("c", asked, 1), reply)["output"]
+    spawn, custom, tell, wrong = Responses().body(Head("c", asked, 1), reply)["output"]
     assert (spawn["type"], spawn["namespace"], spawn["name"]) == ("function_call", "agents", "spawn")
     assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", "*** x")
+    assert (tell["type"], tell["namespace"], tell["name"], tell["input"]) == (
+        "custom_tool_call",
+        "agents",
+        "tell",
+        "hi",
+    )
+    assert (wrong["type"], wrong["arguments"]) == ("function_call", '{"other":1}')
+
+
+def test_custom_tools_of_chat_completions_find_their_way_back():
+    said = {"id": "b", "type": "custom", "custom": {"name": "patch", "input": "*** x"}}
+    tool = {"type": "custom", "custom": {"name": "patch", "description": "d", "format": {"type": "text"}}}
+    asked = Chat().parse({"messages": [{"role": "assistant", "tool_calls": [said]}], "tools": [tool]})
+    call = ToolCall("b", "patch", {"input": "*** x"})
+    assert asked.messages[0].parts == (call,) and asked.tools[0].parameters["required"] == ["input"]
+    reply = replace(REPLIES["calls"], turn=Turn((call,), True))
+    assert Chat().body(Head("c", asked, 1), reply)["choices"][0]["message"]["tool_calls"] == [said]

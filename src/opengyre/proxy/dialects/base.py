@@ -2,7 +2,7 @@
 
     body ─ parse ─▶ Conversation        Reply ─ body ─▶ JSON        Reply ─ emitter ─▶ SSE frames
 
-The support contract of each dialect is three lists at the top of its file: honoured, ignored, refused.
+What of a request is honoured, ignored and refused is data: ``contract``, and one table beside each dialect.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool
+from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, Turn
+
+FREE_TEXT = "input"  # a custom tool takes one text; the policy sees it as a parameter of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,15 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """A request's tools, with what the Responses API says of some: ``custom`` ones take one text, ``namespaced`` ones
+    """A request's tools, with what OpenAI's formats say of some: ``custom`` ones take one text, ``namespaced`` ones
     are members of a namespace and called ``namespace.name``."""
 
     tools: tuple[Tool, ...] = ()
     custom: tuple[str, ...] = ()
     namespaced: tuple[str, ...] = ()
+
+    def __add__(self, other: Toolset) -> Toolset:
+        return Toolset(self.tools + other.tools, self.custom + other.custom, self.namespaced + other.namespaced)
 
 
 class Reading:
@@ -152,6 +157,20 @@ class Released:
         thinking = "".join(p.text for p in turn.parts if isinstance(p, Thinking))
         text = "".join(p.text for p in turn.parts if isinstance(p, Text))
         return thinking[self._sent["thinking"] :], text[self._sent["text"] :]
+
+
+def free_text_tool(name: str, description: str) -> Toolset:
+    """A custom tool, as the policy is shown it."""
+    schema = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
+    return Toolset((Tool(name, description, schema),), custom=(name,))
+
+
+def free_text(head: Head, call: ToolCall) -> str | None:
+    """What ``call`` says to a custom tool; None if it is none, or not called as one."""
+    if call.name not in head.asked.extra.get("custom", ()) or not isinstance(call.arguments, dict):
+        return None
+    text = call.arguments.get(FREE_TEXT)
+    return text if isinstance(text, str) else None
 
 
 def compact(value: Any) -> str:

@@ -1,11 +1,4 @@
-"""OpenAI Chat Completions.
-
-Honoured: model, messages (system and developer in any position, user, assistant, tool; reasoning_content or reasoning;
-images as a visible placeholder), tools, max_tokens and max_completion_tokens (capped by the pin), stop, stream,
-stream_options.include_usage, reasoning_effort "none" and chat_template_kwargs.enable_thinking.
-Ignored: temperature, top_p (pinned), tool_choice, parallel_tool_calls, response_format, logprobs, seed, user.
-Refused with 400: n > 1, the old ``functions`` field, no messages, an unknown role, fields of the wrong type.
-"""
+"""OpenAI Chat Completions. What is honoured, ignored and refused: ``chat_contract``."""
 
 from __future__ import annotations
 
@@ -13,7 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
-from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, arguments, compact, merged, typed
+from opengyre.proxy.dialects.base import (
+    FREE_TEXT,
+    Dialect,
+    Head,
+    Reading,
+    Released,
+    Toolset,
+    arguments,
+    compact,
+    free_text,
+    free_text_tool,
+    merged,
+    typed,
+)
+from opengyre.proxy.dialects.chat_contract import CONTRACT
+from opengyre.proxy.dialects.contract import refuse
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply
 from opengyre.record.types import Finish
@@ -34,10 +42,6 @@ class Chat(Dialect):
 
     def lead(self, fields: Mapping[str, Any], into: Reading) -> None:
         """Nothing stands before the messages."""
-        if typed("n", fields.get("n"), int, default=1) != 1:
-            raise Refusal("n: one reply per call; send the request again for another")
-        if fields.get("functions"):
-            raise Refusal("functions: use tools")
 
     def entry(self, i: int, raw: Any, into: Reading) -> None:
         """One wire message is one of ours."""
@@ -58,11 +62,12 @@ class Chat(Dialect):
                 raise Refusal(f"{where}.role: {role!r} is none of system, developer, user, assistant, tool")
 
     def toolset(self, value: Any) -> Toolset:
-        """Function tools; others run on the vendor's servers."""
-        return Toolset(tuple(_tools(typed("tools", value, list, default=[]))))
+        """Function and custom tools; others run on the vendor's servers."""
+        return sum((_tool(f"tools[{i}]", t) for i, t in enumerate(typed("tools", value, list, default=[]))), Toolset())
 
     def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
         """A ``/v1/chat/completions`` request."""
+        refuse(CONTRACT, fields)
         options = typed("stream_options", fields.get("stream_options"), dict, default={})
         return Conversation(
             messages=tuple(read.messages),
@@ -74,7 +79,11 @@ class Chat(Dialect):
             top_p=typed("top_p", fields.get("top_p"), (int, float)),
             stop_sequences=_stop(fields.get("stop")),
             thinking=_thinking(fields),
-            extra={"placeholders": read.placeholders, "include_usage": bool(options.get("include_usage"))},
+            extra={
+                "placeholders": read.placeholders,
+                "custom": toolset.custom,
+                "include_usage": bool(options.get("include_usage")),
+            },
         )
 
     def body(self, head: Head, reply: Reply) -> dict[str, Any]:
@@ -85,7 +94,7 @@ class Chat(Dialect):
         if thinking:
             message["reasoning_content"] = thinking
         if reply.turn.calls:
-            message["tool_calls"] = [_call(call) for call in reply.turn.calls]
+            message["tool_calls"] = [_call(head, call) for call in reply.turn.calls]
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
         return {**_frame(head, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
@@ -95,7 +104,7 @@ class Chat(Dialect):
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """OpenAI's error body."""
-        return {"error": {"message": refusal.what, "type": refusal.kind, "param": None, "code": refusal.code}}
+        return {"error": {"message": refusal.what, "type": refusal.kind, "param": refusal.param, "code": refusal.code}}
 
 
 class ChatEmitter:
@@ -124,7 +133,7 @@ class ChatEmitter:
         frames = self.delta("thinking", thinking) if thinking else b""
         frames += self.delta("text", text) if text else b""
         for i, call in enumerate(reply.turn.calls):
-            frames += self._chunk({"tool_calls": [{"index": i, **_call(call)}]})
+            frames += self._chunk({"tool_calls": [{"index": i, **_call(self._head, call)}]})
         frames += self._chunk({}, _finish_reason(reply))
         if self._head.asked.extra.get("include_usage"):
             frames += _data({**_frame(self._head, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)})
@@ -148,9 +157,12 @@ def _said(where: str, raw: dict[str, Any], into: Reading) -> list[Part]:
     for i, call in enumerate(typed(f"{where}.tool_calls", raw.get("tool_calls"), list, default=[])):
         at = f"{where}.tool_calls[{i}]"
         call = typed(at, call, dict, default={})
-        function = typed(f"{at}.function", call.get("function"), dict, default={})
-        value = arguments(function.get("arguments"))
-        parts.append(ToolCall(str(call.get("id", "")), str(function.get("name", "")), value))
+        if isinstance(custom := call.get("custom"), dict):
+            name, value = custom.get("name", ""), {FREE_TEXT: str(custom.get("input", ""))}
+        else:
+            function = typed(f"{at}.function", call.get("function"), dict, default={})
+            name, value = function.get("name", ""), arguments(function.get("arguments"))
+        parts.append(ToolCall(str(call.get("id", "")), str(name), value))
     return parts
 
 
@@ -168,17 +180,17 @@ def _parts(where: str, content: Any, into: Reading) -> list[Part]:
     return parts
 
 
-def _tools(raw: list[Any]) -> list[Tool]:
-    tools = []
-    for i, tool in enumerate(raw):
-        function = typed(f"tools[{i}]", tool, dict, default={}).get("function")
-        if function is None:
-            continue  # a tool that runs on the vendor's servers
-        function = typed(f"tools[{i}].function", function, dict)
-        name = typed(f"tools[{i}].function.name", function.get("name"), str, default="")
-        parameters = typed(f"tools[{i}].function.parameters", function.get("parameters"), dict, default={})
-        tools.append(Tool(name, str(function.get("description") or ""), parameters))
-    return tools
+def _tool(where: str, raw: Any) -> Toolset:
+    tool = typed(where, raw, dict, default={})
+    for kind in ("function", "custom"):
+        if (declared := typed(f"{where}.{kind}", tool.get(kind), dict)) is not None:
+            name = typed(f"{where}.{kind}.name", declared.get("name"), str, default="")
+            description = str(declared.get("description") or "")
+            if kind == "custom":
+                return free_text_tool(name, description)
+            parameters = typed(f"{where}.function.parameters", declared.get("parameters"), dict, default={})
+            return Toolset((Tool(name, description, parameters),))
+    return Toolset()  # a tool that runs on the vendor's servers
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
@@ -205,7 +217,9 @@ def _thinking(body: Mapping[str, Any]) -> bool | None:
     return None if effort is None else effort != "none"
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(head: Head, call: ToolCall) -> dict[str, Any]:
+    if (text := free_text(head, call)) is not None:
+        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": text}}
     return {
         "id": call.call_id,
         "type": "function",

@@ -74,6 +74,8 @@ CONTRACT: Contract = (
     Rule(_CONTENT, "input_audio", _SHOWN, "", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
     Rule(_CONTENT, "file", _SHOWN, "like any block of a type not named here", {"type": "file", "file": {}}),
     Rule(_TOOL, "function", _YES, "`strict` is not enforced", _FUNCTION),
+    Rule(_TOOL, "custom", _YES, "a function of one text, `input`; its grammar is not enforced",
+         {"type": "custom", "custom": {"name": "f", "description": "d"}}),
     Rule(_TOOL, "web_search", _NO, "and all others that are no function: they run elsewhere. The record names the "
          "tools that were shown", {"type": "web_search"}),
 )  # fmt: skip

@@ -1,12 +1,4 @@
-"""Anthropic Messages.
-
-Honoured: model, messages (roles user, assistant, system in any position; text, thinking, redacted_thinking, tool_use,
-tool_result; images and documents as a visible placeholder), system, tools with an input_schema, max_tokens (capped by
-the pin), stop_sequences, stream, thinking (enabled, adaptive, disabled).
-Ignored: temperature, top_p, top_k (pinned), tool_choice, metadata, cache_control, context_management, output_config,
-service_tier, server-side tools, the billing line of the system prompt.
-Refused with 400: no messages, an unknown role, fields of the wrong type.
-"""
+"""Anthropic Messages. What is honoured, ignored and refused: ``messages_contract``."""
 
 from __future__ import annotations
 
@@ -24,6 +16,8 @@ from opengyre.proxy.conversation import (
     ToolResult,
 )
 from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, compact, merged, typed
+from opengyre.proxy.dialects.contract import refuse
+from opengyre.proxy.dialects.messages_contract import CONTRACT
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, signature
 from opengyre.record.types import Finish
@@ -70,6 +64,7 @@ class Messages(Dialect):
 
     def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
         """A ``/v1/messages`` or ``count_tokens`` request."""
+        refuse(CONTRACT, fields)
         thinking = typed("thinking", fields.get("thinking"), dict, default={}).get("type")
         max_tokens = typed("max_tokens", fields.get("max_tokens"), int)
         if max_tokens is not None and max_tokens < 1:

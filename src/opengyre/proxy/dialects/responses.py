@@ -1,27 +1,32 @@
-"""OpenAI Responses, without stored state.
-
-Honoured: model, instructions, input (messages of any role in any position, reasoning, function_call and its output,
-custom_tool_call and its output; images and files as a visible placeholder), tools of type function, custom and
-namespace, max_output_tokens (capped by the pin), stream, reasoning.effort "none".
-Ignored: temperature, top_p (pinned), tool_choice, parallel_tool_calls, text.format, include, store, metadata,
-prompt_cache_key, truncation, tools that run on the vendor's servers.
-Refused with 400: previous_response_id, conversation, item references, background, no input, fields of the wrong type.
-"""
+"""OpenAI Responses, without stored state. What is honoured, ignored and refused: ``responses_contract``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
-from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, arguments, compact, merged, typed
+from opengyre.proxy.dialects.base import (
+    FREE_TEXT,
+    Dialect,
+    Head,
+    Reading,
+    Released,
+    Toolset,
+    arguments,
+    compact,
+    free_text,
+    free_text_tool,
+    merged,
+    typed,
+)
 from opengyre.proxy.dialects.chat import Chat
+from opengyre.proxy.dialects.contract import refuse
+from opengyre.proxy.dialects.responses_contract import CONTRACT
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, signature
 from opengyre.record.types import Finish
-
-FREE_TEXT = "input"  # a custom tool takes one text; the policy sees it as a parameter of this name
-_STORED = ("previous_response_id", "conversation")
 
 
 class Responses(Dialect):
@@ -32,11 +37,6 @@ class Responses(Dialect):
 
     def lead(self, fields: Mapping[str, Any], into: Reading) -> None:
         """The instructions."""
-        for name in _STORED:
-            if fields.get(name):
-                raise Refusal(f"{name}: nothing is stored here; send the whole input")
-        if fields.get("background"):
-            raise Refusal("background: not supported")
         if instructions := typed("instructions", fields.get("instructions"), str, default=""):
             _add(into, "system", [Text(instructions)])
 
@@ -56,13 +56,11 @@ class Responses(Dialect):
                 thought = "\n".join(str(t.get("text", "")) for t in texts if isinstance(t, dict))
                 _add(into, "assistant", [Thinking(thought, str(item.get("encrypted_content") or ""))])
             case "function_call":
-                name = ".".join(str(n) for n in (item.get("namespace"), item.get("name", "")) if n)
-                call = ToolCall(str(item.get("call_id", "")), name, arguments(item.get("arguments")))
-                _add(into, "assistant", [call])
+                value = arguments(item.get("arguments"))
+                _add(into, "assistant", [ToolCall(str(item.get("call_id", "")), _full_name(item), value)])
             case "custom_tool_call":
                 value = {FREE_TEXT: str(item.get("input", ""))}
-                call = ToolCall(str(item.get("call_id", "")), str(item.get("name", "")), value)
-                _add(into, "assistant", [call])
+                _add(into, "assistant", [ToolCall(str(item.get("call_id", "")), _full_name(item), value)])
             case "function_call_output" | "custom_tool_call_output":
                 text = "\n".join(p.text for p in _texts(f"{where}.output", item.get("output"), into))
                 _add(into, "tool", [ToolResult(str(item.get("call_id", "")), text)])
@@ -73,11 +71,11 @@ class Responses(Dialect):
 
     def toolset(self, value: Any) -> Toolset:
         """Function and custom tools, and the members of namespaces; others run on the vendor's servers."""
-        tools, custom, namespaced = _tools(typed("tools", value, list, default=[]))
-        return Toolset(tuple(tools), custom, namespaced)
+        return _tools(typed("tools", value, list, default=[]))
 
     def request(self, fields: Mapping[str, Any], read: Reading, toolset: Toolset) -> Conversation:
         """A ``/v1/responses`` request."""
+        refuse(CONTRACT, fields)
         effort = typed("reasoning", fields.get("reasoning"), dict, default={}).get("effort")
         max_tokens = typed("max_output_tokens", fields.get("max_output_tokens"), int)
         if max_tokens is not None and max_tokens < 1:
@@ -135,7 +133,7 @@ class ResponsesEmitter:
             frames = self._finish() + self._begin(kind)
         self._released.add(kind, text)
         self._said += text
-        return frames + self._event(f"response.{_TEXT_EVENT[kind]}.delta", **self._place(), delta=text)
+        return frames + self._event(f"response.{_TEXT_EVENT[kind]}.delta", **self._place(), delta=text, **_extra(kind))
 
     def close(self, reply: Reply) -> bytes:
         """The rest of the turn and its end."""
@@ -152,7 +150,9 @@ class ResponsesEmitter:
     def fail(self, refusal: Refusal) -> bytes:
         """response.failed."""
         response = _response(self._head, "failed", [])
-        response["error"] = {"code": refusal.code or refusal.kind, "message": refusal.what}
+        # Codex tries again on the first code, and not on the second.
+        code = refusal.code or ("server_error" if refusal.status >= 500 else "invalid_prompt")
+        response["error"] = {"code": code, "message": refusal.what}
         return self._event("response.failed", response=response)
 
     def _begin(self, kind: str) -> bytes:
@@ -168,7 +168,8 @@ class ResponsesEmitter:
         if self._open is None:
             return b""
         kind, self._open = self._open, None
-        frames = self._event(f"response.{_TEXT_EVENT[kind]}.done", **self._place(kind), text=self._said)
+        done = f"response.{_TEXT_EVENT[kind]}.done"
+        frames = self._event(done, **self._place(kind), text=self._said, **_extra(kind))
         if kind == "text":
             frames += self._event("response.content_part.done", **self._place(kind), part=_part(self._said))
         return frames + self._done(_item(self._head, kind, self._said, "completed"))
@@ -233,32 +234,38 @@ def _texts(where: str, content: Any, into: Reading) -> list[Text]:
     return texts
 
 
-def _tools(raw: list[Any], namespace: str = "") -> tuple[list[Tool], tuple[str, ...], tuple[str, ...]]:
-    """(tools, names of the custom ones, names of members of a namespace, which are called ``namespace.name``)."""
-    tools: list[Tool] = []
-    custom: tuple[str, ...] = ()
-    namespaced: tuple[str, ...] = ()
+def _full_name(item: dict[str, Any]) -> str:
+    """A member of a namespace is called ``namespace.name``."""
+    return ".".join(str(n) for n in (item.get("namespace"), item.get("name", "")) if n)
+
+
+def _tools(raw: list[Any], where: str = "tools", namespace: str = "") -> Toolset:
+    found = Toolset()
     for i, entry in enumerate(raw):
-        tool = typed(f"tools[{i}]", entry, dict, default={})
-        name = typed(f"tools[{i}].name", tool.get("name"), str, default="")
+        at = f"{where}[{i}]"
+        tool = typed(at, entry, dict, default={})
+        name = typed(f"{at}.name", tool.get("name"), str, default="")
+        full = f"{namespace}.{name}" if namespace else name
         description = str(tool.get("description") or "")
         match tool.get("type", "function"):
             case "function":
-                parameters = typed(f"tools[{i}].parameters", tool.get("parameters"), dict, default={})
-                tools.append(Tool(f"{namespace}.{name}" if namespace else name, description, parameters))
+                parameters = typed(f"{at}.parameters", tool.get("parameters"), dict, default={})
+                found += Toolset((Tool(full, description, parameters),))
             case "custom":
-                schema = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
-                tools.append(Tool(name, description, schema))
-                custom = (*custom, name)
-            case "namespace":
-                members, _, _ = _tools(typed(f"tools[{i}].tools", tool.get("tools"), list, default=[]), name)
-                tools += members
-                namespaced = (*namespaced, *(member.name for member in members))
-    return tools, custom, namespaced
+                found += free_text_tool(full, description)
+            case "namespace" if not namespace:
+                members = _tools(typed(f"{at}.tools", tool.get("tools"), list, default=[]), f"{at}.tools", name)
+                found += replace(members, namespaced=tuple(member.name for member in members.tools))
+    return found
 
 
 _TEXT_EVENT = {"thinking": "reasoning_text", "text": "output_text"}
 _PREFIX = {"thinking": "rs", "text": "msg"}
+
+
+def _extra(kind: str) -> dict[str, Any]:
+    """A field without which OpenAI's own client drops a text event."""
+    return {"logprobs": []} if kind == "text" else {}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -282,13 +289,12 @@ def _item(head: Head, kind: str, text: str, status: str) -> dict[str, Any]:
 
 def _call(head: Head, call: ToolCall) -> dict[str, Any]:
     item: dict[str, Any] = {"id": f"fc_{call.call_id}", "call_id": call.call_id, "status": "completed"}
-    if call.name in head.asked.extra.get("custom", ()) and isinstance(call.arguments.get(FREE_TEXT), str):
-        return {"type": "custom_tool_call", **item, "name": call.name, "input": call.arguments[FREE_TEXT]}
-    name = {"name": call.name}
+    item["name"] = call.name
     if call.name in head.asked.extra.get("namespaced", ()):
-        namespace, _, member = call.name.rpartition(".")
-        name = {"name": member, "namespace": namespace}
-    return {"type": "function_call", **item, **name, "arguments": compact(call.arguments)}
+        item["namespace"], _, item["name"] = call.name.rpartition(".")
+    if (text := free_text(head, call)) is not None:
+        return {"type": "custom_tool_call", **item, "input": text}
+    return {"type": "function_call", **item, "arguments": compact(call.arguments)}
 
 
 def _items(head: Head, reply: Reply) -> list[dict[str, Any]]:
@@ -306,7 +312,7 @@ def _response(head: Head, status: str, output: list[dict[str, Any]], reply: Repl
     if reply is not None:
         usage = {
             "input_tokens": reply.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": reply.sampled_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
