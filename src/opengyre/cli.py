@@ -64,11 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     from opengyre.executions import command as harness
+    from opengyre.export import command as export
     from opengyre.run import command as collect
     from opengyre.training import command as sft
 
     collect.add_parser(commands, common)
     sft.add_parser(commands, common)
+    export.add_parser(commands, common)
     harness.add_parser(commands, common)
     return parser
 
