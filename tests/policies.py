@@ -112,6 +112,6 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def renderer(template: str = CHATML, *, context: int = 100_000) -> Renderer:
+def renderer(template: str = CHATML, *, context: int = 100_000, format: str | None = None) -> Renderer:
     """A renderer over the test tokenizer."""
-    return Renderer(tokenizer(), ChatTemplate(template, {"eos_token": "<|im_end|>"}), context=context)
+    return Renderer(tokenizer(), ChatTemplate(template, {"eos_token": "<|im_end|>"}), context=context, format=format)

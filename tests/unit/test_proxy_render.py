@@ -78,9 +78,9 @@ def test_a_cut_turn_gets_its_stop_token_in_the_tail(template):
 def test_chatml_equals_the_template_applied_once():
     r = _CACHE[CHATML]
     text = "".join(r._tokenizer.decode(r.render(conversation(*LONG)).ids, skip_special_tokens=False))
-    names = {"c1": "bash"}
-    plain = [r._plain(m, names, first=not i) for i, m in enumerate(LONG)]
-    assert text == r._template.text(plain, generate=True)
+    names = {"c1": ("bash", "c1")}
+    plain = [r._wording._plain(m, "user" if i else "", names) for i, m in enumerate(LONG)]
+    assert text == r._wording._template.text(plain, generate=True)
 
 
 def test_system_entries_stay_in_place_or_become_a_reminder():  # P01
@@ -141,8 +141,8 @@ def test_frozen_clock_and_raise_are_there():
 # -- replies -----------------------------------------------------------------------------------------------------------
 
 
-def parse(text: str, finish: str = "stop", template: str = CHATML, **options):
-    r = _CACHE[template]
+def parse(text: str, finish: str = "stop", template: str = CHATML, format: str | None = None, **options):
+    r = renderer(template, format=format) if format else _CACHE[template]
     return r.parse(r.encode(text) + (r.stop_token_ids if finish == "stop" else []), finish, **options)
 
 
@@ -196,16 +196,16 @@ def test_tagged_calls_get_their_types_from_the_tool():
         "<parameter=all>\nyes\n</parameter>\n<parameter=new>\n  a\n</parameter>b\n\n</parameter>\n"
         "</function>\n</tool_call>"
     )
-    turn = parse(text, tools=(tool,))
+    turn = parse(text, tools=(tool,), format="qwen3_coder")
     assert turn.calls[0].arguments == {"path": "1", "line": 3, "all": "yes", "new": "  a\n</parameter>b\n"}
     assert turn.parts[0] == Text("Now.") and turn.calls[0].name == "edit"
-    assert parse("<tool_call>\n<function=f>\n</function>\n</tool_call>").calls[0].arguments == {}
+    assert parse("<tool_call>\n<function=f>\n</function>\n</tool_call>", format="qwen3_coder").calls[0].arguments == {}
     for cut in (
         "<function=edit>\n<parameter=path>\n1\n",
         "<function=edit>\n<parameter=path>\n1\n</function>",
         "<function=>",
     ):
-        turn = parse(f"<tool_call>\n{cut}\n</tool_call>", tools=(tool,))
+        turn = parse(f"<tool_call>\n{cut}\n</tool_call>", tools=(tool,), format="qwen3_coder")
         assert turn.calls == () and turn.malformed == 1
 
 

@@ -4,40 +4,39 @@
                 ▲     ▲                     ▲          ▲
               ends[0] ends[1]             ends[2]    ends[3]
 
-Thesis: a message's tokens depend on the message alone. Each is rendered after a short stable prefix and only the
-difference is kept, so appending to a conversation never changes what is already there, whatever the template does with
-older turns (dropping their reasoning, for one), and no token merges across a boundary. An assistant turn ends with its
-stop token, exactly as a sampled one does; the separator after it belongs to what follows.
+Thesis: a message's tokens depend on the message and on the role before it, on nothing else. ``Wording`` gives the text
+of one message at a time, so appending to a conversation never changes what is already there, whatever the template does
+with older turns (dropping their reasoning, for one), and no token merges across a boundary. An assistant turn ends
+with its stop token, exactly as a sampled one does; the separator after it belongs to what follows. Where a template
+ends a turn with the next role's token (GLM), a sampled turn has that token already and what follows does not repeat it.
 """
 
 from __future__ import annotations
 
-import json
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 from tokenizers import Tokenizer
 
 from opengyre.errors import ConfigError
 from opengyre.proxy import keys as _keys
-from opengyre.proxy.conversation import Conversation, Message, Text, Thinking, Tool, ToolCall, ToolResult
+from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
+from opengyre.proxy.folder import read_folder
+from opengyre.proxy.formats.base import Format
+from opengyre.proxy.formats.registry import choose
 from opengyre.proxy.refusals import Refusal
-from opengyre.proxy.reply import MARKERS, THINK_CLOSE, THINK_OPEN, Turn, mint_call_id, read_turn
+from opengyre.proxy.reply import Turn, mint_call_id
 from opengyre.proxy.template import ChatTemplate
+from opengyre.proxy.wording import CallNames, Wording
 
 NO_BOUNDARY = -1  # an end inside a run that the template joins: nothing can be appended there
-
-_MARK = "\u2063gyre\u2063"  # a text no template contains; finds where content ends
-_USER = {"role": "user", "content": _MARK}
-_SAID = {"role": "assistant", "content": _MARK}
-_CALL = {"type": "function", "id": "c00000000", "function": {"name": "f", "arguments": {}}}  # nine: Mistral's ids
-_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-# Stable prefixes a message may be rendered after; the first whose text stays a prefix is taken. A template that insists
-# on alternation or on calls before results finds one further down.
-_PREFIXES: tuple[list[dict[str, Any]], ...] = ([_USER], [_USER, _SAID], [_USER, _CALLED], [])
+CACHED_TOKENS = 1 << 21  # 8 MiB: the system prompts and tools of a run's harnesses, and their latest messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,49 +51,53 @@ class Rendered:
 
 
 class Renderer:
-    """A policy's tokenizer and chat template. Pure: the same conversation gives the same ids, always.
+    """A policy's tokenizer, chat template and format. Pure: the same conversation gives the same ids, always.
 
-    ``context`` is the most tokens, prompt and reply together; ``stop_token_ids`` end a turn.
+    ``context`` is the most tokens, prompt and reply together; ``stop_token_ids`` end a turn; ``format`` reads one.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate, *, context: int, stop_tokens: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        context: int,
+        stop_tokens: Sequence[int] = (),
+        format: str | None = None,
     ) -> None:
         self.context = context
-        self._tokenizer, self._template = tokenizer, template
-        self._prefix = lru_cache(maxsize=64)(self._prefix_text)
+        self.format: Format = choose(template.source, format)
+        self._tokenizer, self._wording = tokenizer, Wording(template, self.format)
+        self._cache = _TokenCache(CACHED_TOKENS)
+        self._fixed = lru_cache(maxsize=64)(self.encode)  # separators, generation prompts
         added = tokenizer.get_added_tokens_decoder()
-        self._hidden = {i for i, token in added.items() if token.special and token.content not in MARKERS}
-        closing = self._closing_text()
+        self._hidden = {i for i, t in added.items() if t.special and t.content not in self.format.markers}
+        closing = self._wording.closing
         ids = self.encode(closing)
         ends_turn = bool(ids) and (ids[0] in added or ids[0] in stop_tokens)
-        self._stop_text = tokenizer.decode(ids[:1], skip_special_tokens=False) if ends_turn else ""
-        self._separator = closing.removeprefix(self._stop_text) if ends_turn else closing
-        self.stop_token_ids: list[int] = sorted({*stop_tokens, *ids[: int(ends_turn)]})
-        self._system_anywhere = self._takes_system_anywhere()
+        stop_text = tokenizer.decode(ids[:1], skip_special_tokens=False) if ends_turn else ""
+        self._separator = closing.removeprefix(stop_text)
+        stops = {*stop_tokens, *ids[: int(ends_turn)], *self._known(self.format.stops)}
+        self._next_role_ends = not closing
+        if self._next_role_ends:
+            stops |= {first for text in self._wording.openings() for first in self.encode(text)[:1] if first in added}
+        self.stop_token_ids: list[int] = sorted(stops)
+        self._ended = stops | self._known(self.format.ends)
+        self._cut_end = self.encode(self.format.cut_end if self.format.cut_end is not None else stop_text)
 
     @classmethod
-    def load(cls, model_dir: Path, *, context: int | None = None) -> Renderer:
+    def load(cls, model_dir: Path, *, context: int | None = None, format: str | None = None) -> Renderer:
         """Read ``tokenizer.json`` and the chat template of a Hugging Face folder.
 
-        ``context`` defaults to the model's own maximum. Raises ConfigError naming the file that is missing or broken.
+        ``context`` defaults to the model's own maximum, ``format`` to the one its template is written for. Raises
+        ConfigError naming the file that is missing or broken, or the formats there are.
         """
-        if not (model_dir / "tokenizer.json").is_file():
-            raise ConfigError("has no tokenizer.json", where=str(model_dir), right="a Hugging Face model folder")
-        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        config, own = _json(model_dir / "config.json"), _json(model_dir / "tokenizer_config.json")
-        tokens = {k: t for k, v in own.items() if k.endswith("_token") and (t := _content(v))}
-        eos = _json(model_dir / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-        stops = {i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)}
-        if (i := tokenizer.token_to_id(tokens.get("eos_token", ""))) is not None:
-            stops.add(i)
-        limit = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-        if not (context or limit):
+        folder = read_folder(model_dir)
+        limits = [limit for limit in (context, folder.context) if limit]
+        if not limits:
             raise ConfigError("says no context length", where=str(model_dir / "config.json"), right="model.context")
-        template = ChatTemplate(_template_source(model_dir, own), tokens)
-        return cls(tokenizer, template, context=min(filter(None, (context, limit))), stop_tokens=sorted(stops))
+        stops, limit = folder.stop_tokens, min(limits)
+        return cls(folder.tokenizer, folder.template, context=limit, stop_tokens=stops, format=format)
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
@@ -103,8 +106,11 @@ class Renderer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids; special tokens other than the reasoning and tool-call markers are left out."""
+        """Text of sampled ids; special tokens other than the format's markers are left out."""
         return str(self._tokenizer.decode([i for i in ids if i not in self._hidden], skip_special_tokens=False))
+
+    def _known(self, tokens: Sequence[str]) -> set[int]:
+        return {i for token in tokens if (i := self._tokenizer.token_to_id(token)) is not None}
 
     # -- conversation → ids ------------------------------------------------------------------------------------------
 
@@ -121,121 +127,74 @@ class Renderer:
         """
         if start == 0:
             return self.render(conversation)
-        lead: list[int] = []
-        if conversation.messages[start - 1].role == "assistant":
-            if last_id is not None and last_id not in self.stop_token_ids:
-                lead += self.encode(self._stop_text)
-            lead += self.encode(self._separator)
-        return self._assemble(conversation, start, lead)
+        if conversation.messages[start - 1].role != "assistant":
+            return self._assemble(conversation, start, [])
+        lead = self._cut_end if last_id is not None and last_id not in self._ended else []
+        tail = self._assemble(conversation, start, [*lead, *self._fixed(self._separator)])
+        if self._next_role_ends and tail.ids[:1] == [last_id] and last_id in self._ended:
+            return Rendered(tail.ids[1:], [end - (end != NO_BOUNDARY) for end in tail.ends])
+        return tail
 
     def _assemble(self, conversation: Conversation, start: int, lead: list[int]) -> Rendered:
-        ids, ends = list(lead), []
-        messages, names = conversation.messages, _tool_names(conversation)
+        ids, ends = list(lead), list[int]()
+        messages, thinking = conversation.messages, conversation.thinking
         i = start
         while i < len(messages):
-            text, n = self._unit(conversation, i, names)
-            ids += self.encode(text)
+            unit, n = self._unit(conversation, i)
+            ids += unit
             ends += [NO_BOUNDARY] * (n - 1) + [len(ids)]
             i += n
             if messages[i - 1].role == "assistant":
-                ids += self.encode(self._separator)
-        return Rendered(ids + self.encode(self._generation_prompt(conversation.thinking)), ends)
+                ids += self._fixed(self._separator)
+        before = messages[-1].role
+        return Rendered(ids + self._fixed(self._wording.generation(before, thinking)), ends)
 
-    def _unit(self, conversation: Conversation, i: int, names: dict[str, str]) -> tuple[str, int]:
-        """(text, number of messages): one message, a run of tool results, or what the template fuses with its head."""
-        messages = conversation.messages
+    def _unit(self, conversation: Conversation, i: int) -> tuple[Sequence[int], int]:
+        """(ids, number of messages): one message, a fused run of tool results, or the head and what it swallows."""
+        messages, thinking = conversation.messages, conversation.thinking
+        if i == 0:
+            head = ("head", thinking, _keys.seed(conversation.tools), len(messages) > 1, messages[0])
+            alone, both = _digest(*head), _digest(*head, messages[1:2])
+            if (known := self._cache.get(alone) or self._cache.get(both)) is not None:
+                return known
+            text, extra = self._wording.head(messages[:2], conversation.tools, thinking)
+            return self._cache.put(both if extra else alone, self._closed(text, messages[extra].role), 1 + extra)
         n = 1
-        if messages[i].role == "tool":
+        if messages[i].role == "tool" and self._wording.joins_results:
             while i + n < len(messages) and messages[i + n].role == "tool":
                 n += 1
-        unit = [self._plain(m, names, first=i == 0) for m in messages[i : i + n]]
-        if i > 0:
-            text = self._difference(unit, conversation.thinking)
-        else:
-            text, extra = self._head(conversation, unit, names)
-            n += extra
-        return (text.removesuffix(self._separator) if messages[i + n - 1].role == "assistant" else text), n
+        unit, before = messages[i : i + n], messages[i - 1].role
+        names = self._names(messages, i, n) if messages[i].role == "tool" else {}
+        key = _digest(before, thinking, unit, names)
+        if (known := self._cache.get(key)) is not None:
+            return known
+        text = self._wording.unit(unit, before, thinking, names)
+        return self._cache.put(key, self._closed(text, messages[i].role), n)
 
-    def _head(self, conversation: Conversation, unit: list[dict[str, Any]], names: dict[str, str]) -> tuple[str, int]:
-        """Everything up to the end of message 0 (tools stand here), and how many further messages it swallowed."""
-        tools, thinking = [_tool(t) for t in conversation.tools], conversation.thinking
-        following = [self._plain(m, names) for m in conversation.messages[1:2]]
-        try:
-            text = self._template.text(unit, tools=tools, thinking=thinking)
-            if not tools or conversation.tools[-1].name in text or not following:
-                return text, 0
-            return self._template.text([*unit, *following], tools=tools, thinking=thinking), 1  # tools beside the user
-        except Refusal:
-            if unit[0]["role"] != "system":
-                raise
-        # The template wants a user turn after the system message: render with one, and take it off again if we can.
-        whole = self._template.text([*unit, _USER], tools=tools, thinking=thinking)
-        user = self._difference([_USER], thinking)
-        if whole.endswith(user):
-            return whole.removesuffix(user), 0
-        if not following:
-            return whole, 0
-        return self._template.text([*unit, *following], tools=tools, thinking=thinking), 1
+    def _closed(self, text: str, role: str) -> list[int]:
+        """Ids of a message; an assistant's end with its stop token and without the separator."""
+        if role != "assistant":
+            return self.encode(text)
+        ids = self.encode(text.removesuffix(self._separator))
+        return ids if not ids or ids[-1] in self._ended else [*ids, *self._cut_end]
 
-    def _difference(self, unit: list[dict[str, Any]], thinking: bool | None) -> str:
-        """What ``unit`` adds after the first prefix that it leaves unchanged."""
-        refusal: Refusal | None = None
-        for n, messages in enumerate(_PREFIXES):
-            prefix = self._prefix(n, thinking)
-            if prefix is None:
+    def _names(self, messages: Sequence[Message], i: int, n: int) -> CallNames:
+        """The calls that results ``i`` to ``i + n - 1`` answer, looked for backwards."""
+        wanted = {p.call_id for m in messages[i : i + n] for p in m.parts if isinstance(p, ToolResult)}
+        found: CallNames = {}
+        for at in range(i - 1, -1, -1):
+            calls = [p for p in messages[at].parts if isinstance(p, ToolCall)]
+            if not wanted.intersection(c.call_id for c in calls):
                 continue
-            try:
-                text = self._template.text([*messages, *unit], thinking=thinking)
-            except Refusal as error:
-                refusal = error
-                continue
-            if text.startswith(prefix):
-                return text[len(prefix) :]
-        raise refusal or Refusal(f"the chat template cannot append a {unit[0]['role']} message")
-
-    def _prefix_text(self, n: int, thinking: bool | None) -> str | None:
-        try:
-            return self._template.text(_PREFIXES[n], thinking=thinking) if _PREFIXES[n] else ""
-        except Refusal:
-            return None
-
-    def _generation_prompt(self, thinking: bool | None) -> str:
-        prefix = self._prefix(0, thinking)
-        if prefix is None:
-            raise Refusal("the chat template refuses a user message")
-        return self._template.text([_USER], generate=True, thinking=thinking).removeprefix(prefix)
-
-    def _plain(self, message: Message, names: dict[str, str], *, first: bool = False) -> dict[str, Any]:
-        """A message as templates know it."""
-        match message.role:
-            case "assistant":
-                return _assistant(message)
-            case "tool":
-                (result,) = (p for p in message.parts if isinstance(p, ToolResult))
-                name = names.get(result.call_id, "")
-                return {"role": "tool", "content": result.text, "tool_call_id": result.call_id, "name": name}
-        text = _blocks(message)
-        if message.role == "system" and not first and not self._system_anywhere:
-            return {"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}
-        return {"role": message.role, "content": text}
-
-    def _closing_text(self) -> str:
-        """What the template writes after an assistant's content."""
-        for n, messages in enumerate(_PREFIXES[:2]):
-            try:
-                text = self._template.text([*messages, _SAID])
-            except Refusal:
-                continue
-            if _MARK in text and (n or text.count(_MARK) == 2):
-                return text[text.rfind(_MARK) + len(_MARK) :]
-        raise ConfigError("cannot render a user turn and a reply", where="chat template")
-
-    def _takes_system_anywhere(self) -> bool:
-        system = {"role": "system", "content": "reminder"}
-        try:
-            return "reminder" in self._difference([system], None)
-        except Refusal:
-            return False
+            first = 0
+            if self.format.call_id("", 0) is not None:  # the model counts its calls
+                first = sum(isinstance(p, ToolCall) for m in messages[:at] for p in m.parts)
+            for k, c in enumerate(calls, first):
+                found[c.call_id] = (c.name, self.format.call_id(c.name, k) or c.call_id)
+            wanted -= found.keys()
+            if not wanted:
+                break
+        return found
 
     # -- ids → turn --------------------------------------------------------------------------------------------------
 
@@ -245,89 +204,64 @@ class Renderer:
         finish: str,
         *,
         thinking: bool | None = None,
+        after: str = "user",
         tools: Sequence[Tool] = (),
         stop: Sequence[str] = (),
         mint: Callable[[], str] = mint_call_id,
     ) -> Turn:
-        """Read sampled ids as a turn. ``thinking``, ``tools`` and ``stop`` (strings) are the conversation's."""
-        return read_turn(
+        """Read sampled ids as a turn.
+
+        ``thinking``, ``tools`` and ``stop`` (strings) are the conversation's, ``after`` is its last message's role.
+        """
+        complete = finish in ("stop", "stop_sequence")
+        said = self.format.read(
             self.decode(self.without_stop(ids)),
-            complete=finish in ("stop", "stop_sequence"),
-            thinking_open=self.opens_thinking(thinking),
+            opened=self.opens_thinking(thinking, after),
+            complete=complete,
             tools=tools,
             stop=stop,
-            mint=mint,
         )
+        parts: list[Part] = [Thinking(said.thinking)] if said.thinking else []
+        parts += [Text(said.text)] if said.text else []
+        parts += [ToolCall(mint(), name, arguments) for name, arguments in said.calls]
+        return Turn(tuple(parts), complete and said.closed, said.malformed, said.hit)
 
     def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
         """``ids`` without the stop token they may end with."""
         return ids[:-1] if len(ids) and ids[-1] in self.stop_token_ids else ids
 
-    def opens_thinking(self, thinking: bool | None) -> bool:
-        """True if the generation prompt ends inside a reasoning block."""
-        _, opened, inside = self._generation_prompt(thinking).rpartition(THINK_OPEN)
-        return bool(opened) and THINK_CLOSE not in inside
+    def opens_thinking(self, thinking: bool | None, after: str = "user") -> bool:
+        """True if the prompt ends inside a reasoning block, its last message being one of role ``after``."""
+        return self.format.opened(self._wording.generation(after, thinking))
 
     def keys(self, conversation: Conversation) -> list[bytes]:
         """One chained digest per message, equal when the conversations mean the same."""
         return _keys.keys(conversation)
 
 
-def _assistant(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(p.text for p in message.parts if isinstance(p, Text)),
-    }
-    if thought := "\n".join(p.text for p in message.parts if isinstance(p, Thinking) and p.text):
-        plain["reasoning_content"] = thought
-    if calls := [p for p in message.parts if isinstance(p, ToolCall)]:
-        plain["tool_calls"] = [
-            {"type": "function", "id": c.call_id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls
-        ]
-    return plain
+def _digest(*values: object) -> bytes:
+    return blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _blocks(message: Message) -> str:
-    """Text blocks of a harness turn, each on lines of its own: a reminder must not run into the prompt after it."""
-    text = ""
-    for part in message.parts:
-        if isinstance(part, Text):
-            text += ("\n" if text and not text.endswith("\n") else "") + part.text
-    return text
+class _TokenCache:
+    """The ids of messages rendered lately, up to a number of tokens. Used by several threads."""
 
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._units: OrderedDict[bytes, tuple[array[int], int]] = OrderedDict()
+        self._lock = Lock()
 
-def _tool(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
+    def get(self, key: bytes) -> tuple[Sequence[int], int] | None:
+        with self._lock:
+            if (unit := self._units.get(key)) is not None:
+                self._units.move_to_end(key)
+            return unit
 
-
-def _tool_names(conversation: Conversation) -> dict[str, str]:
-    return {p.call_id: p.name for m in conversation.messages for p in m.parts if isinstance(p, ToolCall)}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(str(error), where=str(path), right="JSON") from None
-    return value if isinstance(value, dict) else {}
-
-
-def _content(token: Any) -> str:
-    """A special token is a string or {"content": ...}."""
-    return token.get("content", "") if isinstance(token, dict) else token if isinstance(token, str) else ""
-
-
-def _template_source(model_dir: Path, own: dict[str, Any]) -> str:
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = own.get("chat_template")
-    if isinstance(source, list):  # several named ones; the tool-aware one serves plain chats too
-        named = {t["name"]: t["template"] for t in source}
-        source = named.get("tool_use") or named.get("default")
-    if not isinstance(source, str):
-        raise ConfigError("has no chat template", where=str(model_dir), right="chat_template.jinja")
-    return source
+    def put(self, key: bytes, ids: list[int], n_messages: int) -> tuple[Sequence[int], int]:
+        unit = (array("i", ids), n_messages)
+        with self._lock:
+            self._held += len(ids) - (len(old[0]) if (old := self._units.get(key)) else 0)
+            self._units[key] = unit
+            while self._held > self._limit and self._units:
+                self._held -= len(self._units.popitem(last=False)[1][0])
+        return unit

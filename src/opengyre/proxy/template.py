@@ -16,6 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from opengyre.errors import ConfigError
 from opengyre.proxy.refusals import Refusal
 
 # What a template can throw besides its own raise_exception: it is a program fed with a harness's values.
@@ -32,8 +33,14 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+def _tojson(
+    value: Any,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+    ensure_ascii: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> NoReturn:
@@ -51,7 +58,11 @@ class ChatTemplate:
         env.globals["raise_exception"] = _raise
         # Frozen: a date that rolls over at midnight would give every open conversation a new first message.
         env.globals["strftime_now"] = datetime.now().strftime
-        self._template = env.from_string(source)
+        try:
+            self._template = env.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(str(error), where="chat template", right="a template that Jinja can read") from None
+        self.source = source
         self._tokens = special_tokens
 
     def text(
@@ -63,7 +74,8 @@ class ChatTemplate:
         thinking: bool | None = None,
     ) -> str:
         """Render. Raises Refusal (400) when the template rejects the messages."""
-        flags = {} if thinking is None else {"enable_thinking": thinking}
+        # Two names for one switch: Qwen's and GLM's, DeepSeek's and Kimi's.
+        flags = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             return self._template.render(
                 messages=messages, tools=tools or None, add_generation_prompt=generate, **self._tokens, **flags

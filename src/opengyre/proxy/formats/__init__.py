@@ -1,0 +1,1 @@
+"""How model families write a turn: reasoning, tool calls, its end. One file per kind, chosen by ``registry.choose``."""
