@@ -56,8 +56,8 @@ class Ask:
 class Say:
     """An answer in the model's own format, and what happens on the way.
 
-    ``trouble``: (after so many tokens of this call, what) in order; what is ``dies``, ``preempted`` (its KV goes along),
-    ``preempted_without_kv``, or a coroutine function to be awaited there (silence, a role switch, a deadline).
+    ``trouble``: (after so many tokens of this call, what) in order; what is ``dies``, ``preempted`` (its KV goes
+    along), ``preempted_without_kv``, or a coroutine function to be awaited there (silence, a role switch, a deadline).
     """
 
     text: str

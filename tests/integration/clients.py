@@ -25,7 +25,7 @@ import pytest
 from door import Door, opened
 from opengyre.config import RunConfig, build
 from opengyre.errors import ConfigError
-from opengyre.executions.harness.base import Limits
+from opengyre.executions.harness.base import Harness, Limits
 from opengyre.executions.harness.install import VARIABLE, require
 from opengyre.executions.harness.registry import make_harness
 from opengyre.executions.outcome import ExecutionResult
@@ -123,12 +123,14 @@ class Stage:
         wanted: dict[str, str] | None = None,
         files: dict[str, str] | None = None,
         env: dict[str, str] | None = None,
-        agent_s: float = 120.0,
+        agent_s: float = 240.0,
+        harness: Harness | None = None,
         checked: bool = True,
     ) -> Played:
         """One execution of the harness, from an empty workspace to its reward: 1 if it holds the files ``wanted``.
 
-        ``checked``: everything an execution must satisfy whatever happened in it is asserted (``check``).
+        ``harness`` stands in for the stage's own. ``checked``: everything an execution must satisfy whatever happened in
+        it is asserted (``check``).
         """
         self.runs += 1
         name = f"x{self.runs}"
@@ -141,7 +143,7 @@ class Stage:
             env=env or {},
         )
         limits = Limits(self.config.model.context, self.config.sampling.max_tokens)
-        harness = make_harness(self.config.harness, limits)
+        harness = harness or make_harness(self.config.harness, limits)
         door = SessionDoor(self.door.sessions, self.config)
         runner = Runner(self.config, harness, door, self.root, lambda *_: None)
         result = await runner.run(name, "q", task)
