@@ -13,7 +13,7 @@ from engines import logprob, until
 from opengyre.errors import ConfigError
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.dialects.messages import Messages
-from opengyre.proxy.request import prepare
+from opengyre.proxy.request import Asked, prepare
 from opengyre.record.types import Finish
 from policies import HISTORY_REWRITING
 
@@ -41,7 +41,7 @@ async def test_what_is_recorded_is_what_the_engine_saw_and_sampled(tmp_path):
         assert answer["model"] == "policy-model" and answer["stop_reason"] == "end_turn"
         path, record = path_of(door, 0)
         sampled = [*door.renderer.encode("international"), *door.renderer.stop_token_ids]
-        assert path.ids.tolist() == engine.requests[0].prompt_ids + sampled
+        assert path.ids.tolist() == [*engine.requests[0].prompt_ids, *sampled]
         np.testing.assert_allclose(path.logprobs[path.sampled], [logprob(i) for i in range(len(sampled))])
         assert set(path.versions[path.sampled]) == {4} and path.trainable.sum() == len(sampled)
         assert record.meta.delivered and record.meta.finish is Finish.STOP and record.meta.cached_tokens == 3
@@ -55,13 +55,14 @@ async def test_recorded_before_delivered(tmp_path, monkeypatch):
     async with opened(tmp_path) as door:
         door.engine()
         seen = []
-        put = door.store.put
+        submit = door.store.submit
 
         def spy(*args):
-            put(*args)
-            seen.append("durable")
+            done = submit(*args)
+            done.add_done_callback(lambda _: seen.append("durable"))
+            return done
 
-        monkeypatch.setattr(door.store, "put", spy)
+        monkeypatch.setattr(door.store, "submit", spy)
         async with door.request(PATH, body("hi", stream=True)) as response:
             async for line in response.content:
                 if line.startswith(b"event: content_block_start"):
@@ -76,7 +77,7 @@ async def test_a_call_that_cannot_be_recorded_is_not_delivered(tmp_path, monkeyp
         def full(*_):
             raise OSError("disk full")
 
-        monkeypatch.setattr(door.store, "put", full)
+        monkeypatch.setattr(door.store, "submit", full)
         status, answer = await door.post(PATH, body("hi"))
         assert status == 529 and answer["error"]["type"] == "overloaded_error"
         got = await door.stream(PATH, body("hi"))
@@ -103,7 +104,7 @@ async def test_a_moved_call_is_one_message(tmp_path, end):  # X01
         path, record = path_of(door, 0)
         spans = [p.span for p in door.session.tree.path(record.reply_node) if p.span.sampled]
         assert [(len(s), s.version, s.cell) for s in spans] == [(5, 1, "a"), (len(path.ids[path.sampled]) - 5, 2, "b")]
-        assert b.requests[0].prompt_ids == a.requests[0].prompt_ids + path.ids[path.sampled][:5].tolist()
+        assert b.requests[0].prompt_ids == [*a.requests[0].prompt_ids, *path.ids[path.sampled][:5].tolist()]
         assert b.requests[0].kv == (None if end == "dies" else {"from": "a"})
         assert record.meta.moves == 1 and door.session.counters.moves == 1
         np.testing.assert_allclose(path.logprobs[path.sampled], [logprob(i) for i in range(path.sampled.sum())])
@@ -196,8 +197,8 @@ async def test_a_resend_joins_the_running_call(tmp_path):  # P17
 async def test_a_reply_lost_after_it_was_recorded_is_given_to_the_resend(tmp_path):
     async with opened(tmp_path) as door:
         a = door.engine("a")
-        asked = Messages().parse(body("hi"))
-        prepared = prepare(door.renderer, door.session, asked, dialect="messages", headers={})
+        asked = Asked(Messages(), json.dumps(body("hi")).encode())
+        prepared = prepare(door.renderer, door.session, asked, {})
         live = await door.driver.start(door.session, prepared)
         await live.result()
         door.driver.leave(live, answered=False)  # the connection broke while the answer was written

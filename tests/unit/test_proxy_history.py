@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from opengyre.proxy import keys
-from opengyre.proxy.conversation import Conversation, Message, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolResult
 from opengyre.proxy.dialects.messages import Messages
 from opengyre.proxy.history import History
+from opengyre.proxy.lines import Note
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 REWRITTEN = json.loads((GOLDEN / "claude_code" / "rewritten_turns.json").read_text())
@@ -32,7 +33,7 @@ def results(*ids: str) -> tuple[Message, ...]:
 
 
 def read(history: History, *messages: Message):
-    return history.read(Conversation(messages))
+    return history.read(messages, keys.seed(()), Note())
 
 
 @pytest.fixture
@@ -66,13 +67,13 @@ def rewritten(**changes) -> Message:
 def test_a_rewritten_turn_is_the_original(history, back):  # P10
     expected = read(history, USER, SAID, *results("toolu_1", "toolu_2"))
     got = read(history, USER, back, *results("toolu_1", "toolu_2"))
-    assert got == expected and got.conversation.messages[1] == SAID
+    assert got == expected and got.messages[1] == SAID
 
 
 def test_a_turn_that_says_something_else_forks_but_keeps_its_arguments(history):
     got = read(history, USER, rewritten(text=Text("I do not.")))
     assert got.keys[0] == read(history, USER, SAID).keys[0] and got.keys[1] != read(history, USER, SAID).keys[1]
-    assert got.conversation.messages[1].parts[-1] == SAID.parts[-1]
+    assert got.messages[1].parts[-1] == SAID.parts[-1]
 
 
 def test_results_are_put_in_call_order(history):
@@ -96,8 +97,8 @@ def test_plain_words_are_found_by_their_place():
     history.remember(read(history, here).keys[-1], first, delivered=True)
     history.remember(read(history, there).keys[-1], second, delivered=True)
     plain = Message("assistant", (Text("Done."),))
-    assert read(history, here, plain).conversation.messages[1] == first
-    assert read(history, there, plain).conversation.messages[1] == second
+    assert read(history, here, plain).messages[1] == first
+    assert read(history, there, plain).messages[1] == second
 
 
 def test_an_undelivered_turn_is_not_taken_for_the_delivered_one():
@@ -106,7 +107,7 @@ def test_an_undelivered_turn_is_not_taken_for_the_delivered_one():
     key = read(history, USER).keys[-1]
     history.remember(key, kept, delivered=True)
     history.remember(key, lost, delivered=False)
-    assert read(history, USER, Message("assistant", (Text("Done."),))).conversation.messages[1] == kept
+    assert read(history, USER, Message("assistant", (Text("Done."),))).messages[1] == kept
 
 
 def sent(step: dict) -> Message:
@@ -127,5 +128,5 @@ def test_turns_rewritten_by_claude_code_are_the_originals(step):
     history.remember(asked.keys[-1], original, delivered=True)
     back = Messages().parse({"messages": [{"role": "assistant", "content": step["came_back"]}]}).messages[0]
     got = read(history, USER, back)
-    assert got.conversation.messages[1] == original
+    assert got.messages[1] == original
     assert got.keys[1] == keys.extend(asked.keys[-1], original)

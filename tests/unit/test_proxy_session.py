@@ -19,7 +19,7 @@ class Begun:
     def begin_execution(self, execution_id, meta):
         self.executions[execution_id] = meta
 
-    def put(self, *_):
+    def submit(self, *_):
         raise AssertionError("no call here")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -23,13 +22,13 @@ from aiohttp import web
 from opengyre.config import ProxyConfig
 from opengyre.errors import ConfigError, OpenGyreError
 from opengyre.proxy.calls import CallDriver, LiveCall
-from opengyre.proxy.dialects.base import Dialect, Emitter, Head
+from opengyre.proxy.dialects.base import Dialect, Emitter, Head, compact
 from opengyre.proxy.dialects.chat import Chat
 from opengyre.proxy.dialects.messages import Messages
 from opengyre.proxy.dialects.responses import Responses
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply
-from opengyre.proxy.request import HEADERS, count, prepare
+from opengyre.proxy.request import HEADERS, Asked, count, prepare
 from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import TextStream
 from opengyre.record.types import Finish
@@ -138,19 +137,18 @@ class _Door:
 
     async def count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
         """Anthropic's count_tokens: the number a generation would report."""
-        conversation = dialect.parse(await _body(request))
-        tokens = await self._resolve(request, count, self._driver.renderer, session, conversation)
+        asked = await self._asked(request, dialect, session)
+        tokens = await _here_or_aside(asked, count, self._driver.renderer, session, asked)
         return web.json_response({"input_tokens": tokens})
 
     async def generate(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
         """A model call, streamed or not."""
-        conversation = dialect.parse(await _body(request))
+        asked = await self._asked(request, dialect, session)
         headers = {name: value for name in HEADERS if (value := request.headers.get(name))}
-        prepared = await self._resolve(
-            request, prepare, self._driver.renderer, session, conversation, dialect=dialect.name, headers=headers
-        )
+        prepared = await _here_or_aside(asked, prepare, self._driver.renderer, session, asked, headers)
+        conversation = prepared.conversation
         live = await self._driver.start(session, prepared)
-        head = Head(live.call_id, conversation, len(live.prepared.prompt_ids))
+        head = Head(live.call_id, conversation, live.prepared.prompt.depth)
         answered = False
         try:
             if conversation.stream:
@@ -165,34 +163,36 @@ class _Door:
             self._driver.leave(live, answered=answered)
         return response
 
-    async def _resolve(self, request: web.Request, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Render here, or in a thread when it would keep the other sessions' pings waiting."""
-        if (request.content_length or 0) <= INLINE_BYTES:
-            return work(*args, **options)
-        return await asyncio.to_thread(work, *args, **options)
+    async def _asked(self, request: web.Request, dialect: Dialect, session: Session) -> Asked:
+        """The body, and how much of it is known."""
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise Refusal(f"more than {MAX_BODY_BYTES} bytes", status=413, kind="request_too_large") from None
+        line, cut = self._sessions.lines.find(session.execution_id, dialect.name, session.history.epoch, body)
+        return Asked(dialect, body, line, cut)
 
     async def _whole(self, request: web.Request, dialect: Dialect, live: LiveCall, head: Head) -> web.StreamResponse:
         """One JSON body; blanks before it keep the client while it waits."""
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        result = asyncio.ensure_future(live.result())
+        response: web.StreamResponse | None = None
+        while not await live.wait(self._config.keepalive_s):
+            if response is None:
+                response = web.StreamResponse(headers={"Content-Type": "application/json"})
+                await response.prepare(request)
+            await response.write(b" ")
         try:
-            while not await _within(result, self._config.keepalive_s):
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(b" ")
-            try:
-                reply = _complete(await result, live)
-                text = json.dumps(dialect.body(head, reply), ensure_ascii=False)
-            except OpenGyreError as error:
-                if not response.prepared:
-                    raise
-                text = json.dumps(dialect.error(_as_refusal(error, live.session)))
-        finally:
-            result.cancel()
-        if not response.prepared:
+            answer = dialect.body(head, _complete(await live.result(), live))
+        except OpenGyreError as error:
+            if response is None:
+                raise
+            answer = dialect.error(_as_refusal(error, live.session))
+        body = compact(answer).encode("utf-8", "replace")
+        if response is None:
+            response = web.Response(body=body, content_type="application/json")
             await response.prepare(request)
-        await response.write(text.encode("utf-8", "replace"))
-        await response.write_eof()
+            await response.write_eof()
+        else:
+            await response.write_eof(body)
         return response
 
     async def _stream(self, request: web.Request, emitter: Emitter, live: LiveCall) -> web.StreamResponse:
@@ -200,19 +200,16 @@ class _Door:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         await response.write(emitter.open())
-        asked = live.prepared.conversation
-        text = TextStream(self._driver.renderer, asked.stop_sequences, asked.thinking)
+        asked, each = live.prepared.conversation, self._config.stream_tokens
+        after = asked.messages[-1].role
+        text = TextStream(self._driver.renderer, asked.stop_sequences, asked.thinking, after) if each else None
         seen, now = 0, asyncio.get_running_loop().time
         silent_since = now()
         while not live.done:
             due = silent_since + self._config.keepalive_s
-            news = asyncio.ensure_future(live.progress(seen) if self._config.stream_tokens else live.result())
-            try:
-                await _within(news, max(0.0, due - now()))
-            finally:
-                news.cancel()
+            await live.wait(max(0.0, due - now()), since=seen if each else None)
             frames = b""
-            if self._config.stream_tokens:
+            if text is not None:
                 fresh = live.sampled.ids[seen:]
                 seen += len(fresh)
                 frames = b"".join(emitter.delta(kind, piece) for kind, piece in text.feed(fresh))
@@ -225,15 +222,13 @@ class _Door:
             last = emitter.close(_complete(await live.result(), live))
         except OpenGyreError as error:
             last = emitter.fail(_as_refusal(error, live.session))
-        await response.write(last)
-        await response.write_eof()
+        await response.write_eof(last)
         return response
 
 
-async def _within(future: asyncio.Future[Any], seconds: float) -> bool:
-    """True if ``future`` is done within ``seconds``; it goes on otherwise."""
-    done, _ = await asyncio.wait({future}, timeout=seconds)
-    return bool(done)
+async def _here_or_aside(asked: Asked, work: Callable[..., T], *args: Any) -> T:
+    """Read and render here, or in a thread when it would keep the other sessions' pings waiting."""
+    return work(*args) if asked.new_bytes <= INLINE_BYTES else await asyncio.to_thread(work, *args)
 
 
 def _complete(reply: Reply, live: LiveCall) -> Reply:
@@ -248,29 +243,6 @@ def _keys(request: web.Request) -> list[str]:
     bearer = request.headers.get("Authorization", "")
     found = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
     return [*found, *filter(None, [request.headers.get("x-api-key")])]
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        raw = await request.read()
-        body: Any = json.loads(raw)
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal(f"more than {MAX_BODY_BYTES} bytes", status=413, kind="request_too_large") from None
-    except ValueError as error:
-        raise Refusal(f"the body is not JSON: {error}") from None
-    if b"\\ud" in raw or b"\\uD" in raw:  # a lone surrogate is no text: tokenizers and UTF-8 refuse it
-        body = _whole_characters(body)
-    if not isinstance(body, dict):
-        raise Refusal("the body is not a JSON object")
-    return body
-
-
-def _whole_characters(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {_whole_characters(k): _whole_characters(v) for k, v in value.items()}
-    return [_whole_characters(v) for v in value] if isinstance(value, list) else value
 
 
 def _as_refusal(error: OpenGyreError, session: Session | None) -> Refusal:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, cast
@@ -27,6 +27,7 @@ import numpy as np
 from opengyre.errors import EngineError, OpenGyreError, boundary
 from opengyre.proxy import keys
 from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.lines import skeleton
 from opengyre.proxy.render import Renderer
 from opengyre.proxy.reply import Reply, Turn, signature
 from opengyre.proxy.request import Prepared
@@ -35,12 +36,11 @@ from opengyre.proxy.sampled import Sampled
 from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import StopWatch
 from opengyre.record.call import CommittedCall, digest_ids
-from opengyre.record.types import CallMeta, Finish
+from opengyre.record.types import CallMeta, Finish, Ids
 from opengyre.rollout.base import GenerateRequest, RequestRefused
 
 LINGER_S = 0.5  # a client's fallback re-sends at once, its retry after 0.5 s; the engine must be free within 1 s
 LOST_REPLIES = 4  # replies kept because their delivery failed; at most one per parallel agent is asked for again
-SYSTEM_CHARS, ASKED_CHARS = 200, 400  # as CallMeta says
 
 
 @dataclass(eq=False)
@@ -48,6 +48,7 @@ class LiveCall:
     """A call under way, or just answered."""
 
     call_id: str
+    identity: bytes  # of the request
     prepared: Prepared
     session: Session
     started_s: float
@@ -56,26 +57,63 @@ class LiveCall:
     failure: OpenGyreError | None = None
     moves: int = 0
     readers: int = 0
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    abort: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: bool = False
+    _sampling: asyncio.Task[None] | None = None
+    _waiting: dict[asyncio.Future[None], bool] = field(default_factory=dict)  # True: woken by each chunk
 
     @property
     def done(self) -> bool:
         """True once ``reply`` or ``failure`` is set."""
         return self.reply is not None or self.failure is not None
 
-    async def progress(self, since: int) -> None:
-        """Wait until more than ``since`` tokens were sampled, or the end."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.done or len(self.sampled) > since)
+    async def wait(self, seconds: float | None = None, *, since: int | None = None) -> bool:
+        """Wait for the end, for more than ``since`` tokens, or so long at most. Returns ``done``."""
+        if not self.done and (since is None or len(self.sampled) <= since):
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiting[future] = since is not None
+            timer = None if seconds is None else loop.call_later(seconds, _set, future)
+            try:
+                await future
+            finally:
+                self._waiting.pop(future, None)
+                if timer is not None:
+                    timer.cancel()
+        return self.done
 
     async def result(self) -> Reply:
         """Wait for the end. Raises what kept the call from being recorded."""
-        await self.ended.wait()
-        if self.reply is None:
-            raise self.failure or EngineError("ended without a reply", where=f"call {self.call_id}")
+        await self.wait()
+        if self.failure is not None:
+            raise self.failure
+        assert self.reply is not None
         return self.reply
+
+    def abort(self) -> None:
+        """End the sampling; what was sampled is recorded. A call that has ended is left alone."""
+        self.aborted = True
+        if self._sampling is not None:
+            self._sampling.cancel()
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        """Here ``abort`` cancels the task that runs the call, and nowhere else."""
+        self._sampling = asyncio.current_task()
+        try:
+            yield
+        finally:
+            self._sampling = None
+
+    def wake(self) -> None:
+        """Wake those who wait for tokens, or everybody at the end."""
+        for future, each in list(self._waiting.items()):
+            if each or self.done:
+                _set(future)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class CallDriver:
@@ -108,8 +146,8 @@ class CallDriver:
         if self._stopped:
             raise EngineError("the run is ending", where="proxy")
         identity = prepared.identity
-        while (live := session.live.get(identity)) is not None and live.abort.is_set():
-            await live.ended.wait()  # never two generations of one request
+        while (live := session.live.get(identity)) is not None and live.aborted:
+            await live.wait()  # never two generations of one request
         if live is None:
             live = session.lost.pop(identity, None)
         if live is not None:
@@ -117,7 +155,7 @@ class CallDriver:
             live.readers += 1
             return live
         session.admit()
-        live = LiveCall(uuid.uuid4().hex, prepared, session, self._clock(), readers=1)
+        live = LiveCall(uuid.uuid4().hex, identity, prepared, session, self._clock(), readers=1)
         session.live[identity] = live
         task = asyncio.create_task(self._run(live), name=f"call {live.call_id}")
         self._running[task] = live
@@ -134,29 +172,29 @@ class CallDriver:
         if live.readers:
             return
         if not live.done:
-            live.abort.set()
+            live.abort()
         elif live.reply is not None and live.reply.delivered and not live.session.closed:
             lost = live.session.lost  # recorded as delivered, then the connection broke: the re-send gets this reply
-            lost[live.prepared.identity] = live
+            lost[live.identity] = live
             while len(lost) > LOST_REPLIES:
                 del lost[next(iter(lost))]
 
     def _end_session(self, session: Session) -> None:
         for live in session.live.values():
-            live.abort.set()
+            live.abort()
         session.lost.clear()
         self.router.forget(session.execution_id)
 
     async def settled(self, session: Session) -> None:
         """Wait until no call of a session runs; after ``Sessions.close`` its tree is final then."""
         while session.live:
-            await next(iter(session.live.values())).ended.wait()
+            await next(iter(session.live.values())).wait()
 
     async def stop(self) -> None:
         """Take no more calls and end all that run; what was sampled is recorded. Returns when nothing runs."""
         self._stopped = True
         for live in self._running.values():
-            live.abort.set()
+            live.abort()
         if self._running:
             await asyncio.wait(set(self._running))
 
@@ -170,26 +208,26 @@ class CallDriver:
         except OpenGyreError as error:
             live.failure = error
         finally:
-            del live.session.live[live.prepared.identity]
-            live.ended.set()
-            async with live.changed:
-                live.changed.notify_all()
+            if not live.done:
+                live.failure = EngineError("ended without a reply", where=f"call {live.call_id}")
+            del live.session.live[live.identity]
+            live.wake()
 
     async def _sample_or_abort(self, live: LiveCall) -> Finish:
-        sampling = asyncio.create_task(self._sample(live))
-        aborting = asyncio.create_task(live.abort.wait())
         try:
-            await asyncio.wait({sampling, aborting}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            aborting.cancel()
-            sampling.cancel()  # no-op if it has ended; closes the engine's stream otherwise
-            await asyncio.wait({sampling})
-        return Finish.ABORTED if sampling.cancelled() else sampling.result()
+            with live.abortable():
+                return Finish.ABORTED if live.aborted else await self._sample(live)
+        except asyncio.CancelledError:
+            if not live.aborted:
+                raise  # the loop itself is ending
+            cast(asyncio.Task, asyncio.current_task()).uncancel()
+            return Finish.ABORTED
 
     async def _sample(self, live: LiveCall) -> Finish:
         """Sample to the end, at one engine after the other if need be."""
         conversation = live.prepared.conversation
-        watch = StopWatch(self.renderer, conversation.stop_sequences, conversation.thinking)
+        last = conversation.messages[-1].role
+        watch = StopWatch(self.renderer, conversation.stop_sequences, conversation.thinking, last)
         kv: dict[str, Any] | None = None
         for attempt in count():
             if len(live.sampled) >= live.prepared.max_new_tokens:
@@ -222,8 +260,7 @@ class CallDriver:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     live.sampled.add(chunk, lease.engine.name)
-                    async with live.changed:
-                        live.changed.notify_all()
+                    live.wake()
                     ids = live.sampled.ids
                     if watch.hit(ids, len(chunk.ids)):
                         return Finish.STOP_SEQUENCE, None
@@ -240,7 +277,7 @@ class CallDriver:
         return GenerateRequest(
             call_id=f"{live.call_id}{attempt:04x}",  # an engine met again must not take it for the earlier one
             session=live.session.execution_id,
-            prompt_ids=[*prepared.prompt_ids.tolist(), *live.sampled.ids],
+            prompt_ids=prepared.prompt.ids.tolist() + live.sampled.ids,
             max_new_tokens=prepared.max_new_tokens - len(live.sampled),
             stop_token_ids=self.renderer.stop_token_ids,
             temperature=pins.temperature,
@@ -257,23 +294,36 @@ class CallDriver:
         turn = self._turn(live, finish)
         delivered = finish is not Finish.ABORTED and live.readers > 0
         self._count(live, turn, finish, delivered)
+        ids = np.asarray(live.sampled.ids, np.int32)
         call = CommittedCall(
             attach=prepared.attach,
             tail_ids=prepared.tail_ids,
             marks=prepared.marks,
             sampled=live.sampled.spans(trainable=prepared.conversation.max_tokens != 1),  # 1: a client's token probe
-            reply_key=keys.extend(prepared.keys[-1], turn.message),
+            reply_key=keys.extend(prepared.key, turn.message),
             meta=self._meta(live, finish, delivered),
-            prompt_digest=digest_ids(prepared.prompt_ids),
-            sampled_digest=digest_ids(np.asarray(live.sampled.ids, np.int32)),
+            prompt_digest=prepared.prompt.digest,
+            sampled_digest=digest_ids(ids),
             usable=live.sampled.usable,
         )
         new = [*prepared.conversation.messages[prepared.attach.n_messages :], turn.message]
         plain = [_plain(message) for message in new]
-        await asyncio.to_thread(self.sessions.store.put, session.execution_id, call, plain)
+        await asyncio.wrap_future(self.sessions.store.submit(session.execution_id, call, plain))
         session.tree.commit(call)
-        session.history.remember(prepared.keys[-1], turn.message, delivered=delivered)
-        live.reply = Reply(live.call_id, turn, finish, len(prepared.prompt_ids), len(live.sampled), delivered)
+        session.history.remember(prepared.key, turn.message, delivered=delivered)
+        self._keep_line(live, ids)
+        live.reply = Reply(live.call_id, turn, finish, prepared.prompt.depth, len(live.sampled), delivered)
+
+    def _keep_line(self, live: LiveCall, sampled: Ids) -> None:
+        """Let the next request of this history be read on from here."""
+        request, session = live.prepared.request, live.session
+        line = request.line
+        if line is None or line.epoch != session.history.epoch or session.closed:
+            return
+        messages = (*line.messages[: request.known], *map(skeleton, line.messages[request.known :]))
+        path = live.prepared.prompt.extended(sampled, via=live.call_id)
+        kept = replace(line, messages=messages, path=path)
+        self.sessions.lines.keep(session.execution_id, kept, instead=request.grown_from)
 
     def _turn(self, live: LiveCall, finish: Finish) -> Turn:
         conversation = live.prepared.conversation
@@ -281,6 +331,7 @@ class CallDriver:
             live.sampled.ids,
             finish.value,
             thinking=conversation.thinking,
+            after=conversation.messages[-1].role,
             tools=conversation.tools,
             stop=conversation.stop_sequences,
         )
@@ -300,10 +351,7 @@ class CallDriver:
 
     def _meta(self, live: LiveCall, finish: Finish, delivered: bool) -> CallMeta:
         prepared, pins = live.prepared, live.session.pins
-        messages = prepared.conversation.messages
-        system = next((m.text for m in messages if m.role == "system"), "")
-        asked = next((m for m in reversed(messages) if m.role == "user"), Message("user", ()))
-        blocks = [p.text for p in asked.parts if isinstance(p, Text)]
+        note = prepared.request.note
         return CallMeta(
             call_id=live.call_id,
             dialect=prepared.dialect,
@@ -316,9 +364,9 @@ class CallDriver:
             fork_reason=prepared.attach.fork_reason,
             headers=prepared.headers,
             tool_names=tuple(tool.name for tool in prepared.conversation.tools),
-            system_head=system[:SYSTEM_CHARS],
-            asked=asked.text[:ASKED_CHARS],
-            asked_tail=blocks[-1][:ASKED_CHARS] if blocks else "",
+            system_head=note.system_head or "",
+            asked=note.asked,
+            asked_tail=note.asked_tail,
             pins={"temperature": pins.temperature, "max_new_tokens": float(prepared.max_new_tokens)},
         )
 

@@ -8,26 +8,34 @@ same place - so that its key, and with it the recorded tokens, are found again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from opengyre.proxy import keys
-from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.conversation import Message, Part, Text, Thinking, ToolCall, ToolResult
+from opengyre.proxy.lines import Note
 
 
 class Read(NamedTuple):
-    """A request as it was meant, with one key per message."""
+    """Messages as they were meant; ``keys`` and ``notes`` are parallel to them."""
 
-    conversation: Conversation
+    messages: list[Message]
     keys: list[bytes]
+    notes: list[Note]
 
 
 class History:
-    """The turns of one session. Grows with what was sampled, never with what was sent."""
+    """The turns of one session. Grows with what was sampled, and by a digest per turn that somebody else wrote.
+
+    ``epoch`` rises whenever a turn that was read before would be read in another way now.
+    """
 
     def __init__(self) -> None:
+        self.epoch = 0
         self._by_id: dict[str, Message] = {}  # call ids and signatures
         self._by_place: dict[bytes, Message] = {}  # digest of (key before, visible meaning)
+        self._strange: set[bytes] = set()  # places that were asked for and held nothing
 
     def remember(self, key: bytes, turn: Message, *, delivered: bool) -> None:
         """Keep an assistant ``turn`` that follows the message with ``key``."""
@@ -36,20 +44,25 @@ class History:
                 self._by_id[name] = turn
         place = keys.extend(key, _visible(turn))
         if delivered or place not in self._by_place:
+            self.epoch += place in self._by_place or place in self._strange
             self._by_place[place] = turn
 
-    def read(self, conversation: Conversation) -> Read:
-        """Restore originals, put tool results in call order, and key every message."""
-        key, chain, restored = keys.seed(conversation.tools), list[bytes](), list[Message]()
-        calls: list[str] = []
-        for message in _in_call_order(conversation.messages):
+    def read(self, messages: Sequence[Message], key: bytes, note: Note) -> Read:
+        """Restore originals, put tool results in call order, and key every message.
+
+        ``key`` and ``note`` are those of what stands before: ``keys.seed`` of the tools and an empty note, or those of
+        an earlier message whose turn or run of tool results ``messages`` do not continue.
+        """
+        read = Read([], [], [])
+        for message in _in_call_order(messages, note.calls):
+            note = note.after(message)  # call ids as the harness names them: its results refer to these
             if message.role == "assistant":
-                calls = keys.call_ids(message)  # as the harness names them: its results refer to these
                 message = self._restore(key, message)
-            key = keys.extend(key, message, calls)
-            chain.append(key)
-            restored.append(message)
-        return Read(replace(conversation, messages=tuple(restored)), chain)
+            key = keys.extend(key, message, note.calls)
+            read.messages.append(message)
+            read.keys.append(key)
+            read.notes.append(note)
+        return read
 
     def _restore(self, key: bytes, message: Message) -> Message:
         known = [(name, self._by_id[name]) for part in message.parts for name in _ids(part) if name in self._by_id]
@@ -57,7 +70,11 @@ class History:
             if _says_the_same(message, turn):
                 return turn
         if not known:
-            return self._by_place.get(keys.extend(key, _visible(message)), message)
+            place = keys.extend(key, _visible(message))
+            turn = self._by_place.get(place, message)
+            if turn is message:
+                self._strange.add(place)
+            return turn
         originals = {p.call_id: p for _, turn in known for p in turn.parts if isinstance(p, ToolCall)}
         parts = [originals.get(p.call_id, p) if isinstance(p, ToolCall) else p for p in message.parts]
         return replace(message, parts=tuple(parts))
@@ -85,11 +102,10 @@ def _words(message: Message) -> str:
     return "".join(p.text for p in message.parts if isinstance(p, Text)).strip()
 
 
-def _in_call_order(messages: tuple[Message, ...]) -> list[Message]:
+def _in_call_order(messages: Sequence[Message], calls: Sequence[str]) -> list[Message]:
     """Each run of tool results sorted by the call it answers; unknown ids keep their place at the end."""
     out: list[Message] = []
     run: list[Message] = []
-    calls: list[str] = []
 
     def rank(message: Message) -> int:
         (result,) = (p for p in message.parts if isinstance(p, ToolResult))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
 from opengyre.proxy.conversation import Conversation
+from opengyre.proxy.dialects.base import Dialect
+from opengyre.proxy.lines import Line, Path
+from opengyre.proxy.reader import Request, read
 from opengyre.proxy.refusals import Refusal
-from opengyre.proxy.render import NO_BOUNDARY, Rendered, Renderer
+from opengyre.proxy.render import NO_BOUNDARY, Renderer
 from opengyre.proxy.session import Session
 from opengyre.record.call import Attach
 from opengyre.record.types import Ids
@@ -31,71 +35,100 @@ HEADERS = (  # what role rules read; also what tells two agents of one harness a
 _PER_REQUEST = ("x-codex-turn-metadata", "user-agent")  # say nothing about who is asking
 
 
+class Asked(NamedTuple):
+    """A body that came in, and the line of its session whose first ``cut`` history entries it repeats."""
+
+    dialect: Dialect
+    body: bytes
+    line: Line | None = None
+    cut: int = 0
+
+    @property
+    def new_bytes(self) -> int:
+        """About how much of the body was never read before."""
+        if self.line is None or not self.cut:
+            return len(self.body)
+        after = len(self.line.body) - self.line.ends[-1]  # what stands after the history is much the same every time
+        return len(self.body) - self.line.ends[self.cut - 1] - after
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that fits: what will be sent to an engine, and where it hangs in the tree.
 
-    ``prompt_ids`` is the whole prompt: the recorded ids up to ``attach``, then ``tail_ids``.
+    ``prompt`` is the whole prompt: the recorded ids up to ``attach``, then ``tail_ids``.
     """
 
-    conversation: Conversation
+    request: Request
     dialect: str
     headers: dict[str, str]
-    keys: list[bytes]
     attach: Attach
     tail_ids: Ids
     marks: tuple[tuple[bytes, int], ...]
-    prompt_ids: Ids
+    prompt: Path
     max_new_tokens: int
+
+    @property
+    def conversation(self) -> Conversation:
+        """What was asked; its first ``request.known`` messages are skeletons."""
+        return self.request.conversation
+
+    @property
+    def key(self) -> bytes:
+        """Key of the whole request."""
+        return self.request.keys[-1]
 
     @property
     def identity(self) -> bytes:
         """Equal for re-sends of one request by one agent, streamed or not."""
         c = self.conversation
         agent = sorted((name, value) for name, value in self.headers.items() if name not in _PER_REQUEST)
-        asked = (self.keys[-1], c.max_tokens, c.stop_sequences, c.thinking, agent)
+        asked = (self.key, c.max_tokens, c.stop_sequences, c.thinking, agent)
         return blake2b(repr(asked).encode(), digest_size=16).digest()
 
 
-def prepare(
-    renderer: Renderer, session: Session, conversation: Conversation, *, dialect: str, headers: dict[str, str]
-) -> Prepared:
-    """Read, match, render and measure a request. Changes nothing, and no engine hears of it.
+def prepare(renderer: Renderer, session: Session, asked: Asked, headers: dict[str, str]) -> Prepared:
+    """Read, match, render and measure a request. Records nothing, and no engine hears of it. May run in a thread.
 
-    Raises Refusal (400): it cannot be rendered or does not fit into the context.
+    Raises Refusal (400): it cannot be read or rendered, or does not fit into the context.
     """
-    conversation, chain, attach, shared, tail = _resolve(renderer, session, conversation)
+    request, attach, shared = _match(session, asked)
+    tail = renderer.render_tail(request.conversation, attach.n_messages, session.tree.last_id(attach))
     tail_ids = np.asarray(tail.ids, np.int32)
-    new = zip(chain[attach.n_messages :], tail.ends, strict=True)
+    room = _room(renderer.context, session.pins.max_tokens, request.conversation, attach.depth + len(tail_ids))
+    new = zip(request.keys[attach.n_messages :], tail.ends, strict=True)
     return Prepared(
-        conversation=conversation,
-        dialect=dialect,
+        request=request,
+        dialect=asked.dialect.name,
         headers=headers,
-        keys=chain,
         attach=attach,
         tail_ids=tail_ids,
         marks=tuple((key, end) for key, end in new if end != NO_BOUNDARY),
-        prompt_ids=np.concatenate([shared, tail_ids]),
-        max_new_tokens=_room(renderer.context, session.pins.max_tokens, conversation, len(shared) + len(tail_ids)),
+        prompt=(shared or Path.of(session.tree.prompt_ids(attach))).extended(tail_ids),
+        max_new_tokens=room,
     )
 
 
-def count(renderer: Renderer, session: Session, conversation: Conversation) -> int:
-    """Prompt tokens that a generation of ``conversation`` would report; leaves no trace."""
-    *_, shared, tail = _resolve(renderer, session, conversation)
-    return len(shared) + len(tail.ids)
+def count(renderer: Renderer, session: Session, asked: Asked) -> int:
+    """Prompt tokens that a generation would report; leaves no trace. Raises Refusal (400)."""
+    request, attach, _ = _match(session, asked)
+    tail = renderer.render_tail(request.conversation, attach.n_messages, session.tree.last_id(attach))
+    return attach.depth + len(tail.ids)
 
 
-def _resolve(
-    renderer: Renderer, session: Session, conversation: Conversation
-) -> tuple[Conversation, list[bytes], Attach, Ids, Rendered]:
-    if not conversation.messages:
+def _match(session: Session, asked: Asked) -> tuple[Request, Attach, Path | None]:
+    """The request, where it goes on, and the path of its line if that ends there."""
+    request = read(asked.dialect, session.history, asked.body, asked.line, asked.cut)
+    if not request.conversation.messages:
         raise Refusal("messages: at least one message is required")
-    conversation, chain = session.history.read(conversation)
-    attach = session.tree.match(chain)
-    shared = session.tree.prompt_ids(attach)
-    tail = renderer.render_tail(conversation, attach.n_messages, int(shared[-1]) if len(shared) else None)
-    return conversation, chain, attach, shared, tail
+    attach = session.tree.match(request.keys)
+    if attach.n_messages < request.known:  # what it goes on from is not recorded: all words are needed
+        request = read(asked.dialect, session.history, asked.body)
+        attach = session.tree.match(request.keys)
+    path = asked.line.path if asked.line is not None else None
+    if path is not None and (path.via, path.depth) == (attach.via, attach.depth):
+        return request, attach, path
+    return request, attach, None
 
 
 def _room(limit: int, pin: int | None, conversation: Conversation, prompt: int) -> int:

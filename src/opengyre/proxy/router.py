@@ -100,9 +100,8 @@ class Router:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 future.result().release()  # given in the very moment we were cancelled
-            raise
-        finally:
             self._line = deque(entry for entry in self._line if entry[0] is not future)
+            raise
 
     async def drained(self, name: str) -> None:
         """Wait until no call runs at ``name``, whether it is still in the balancer or has just left it."""

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +23,7 @@ import msgspec
 from opengyre.config import SamplingConfig
 from opengyre.errors import ConfigError
 from opengyre.proxy.history import History
+from opengyre.proxy.lines import Lines
 from opengyre.proxy.refusals import Refusal
 from opengyre.record.call import CommittedCall
 from opengyre.record.tree import Tree
@@ -39,8 +41,8 @@ class CallStore(Protocol):
         """Make an execution known."""
         ...
 
-    def put(self, execution_id: str, call: CommittedCall, messages: Any | None = None) -> None:
-        """Return when the call is durable."""
+    def submit(self, execution_id: str, call: CommittedCall, messages: Any | None = None) -> Future[None]:
+        """Store a call; the future is done when it is durable."""
         ...
 
 
@@ -139,6 +141,7 @@ class Sessions:
     def __init__(self, store: CallStore, *, max_calls: int = 1000, clock: Callable[[], float] = time.monotonic) -> None:
         self.store = store
         self.base_url = ""  # of the server, set when it has its port
+        self.lines = Lines()
         self._max_calls, self._clock = max_calls, clock
         self._sessions: dict[str, Session] = {}
         self._on_end: list[Callable[[Session], None]] = []
@@ -170,6 +173,7 @@ class Sessions:
         session = self.get(execution_id)
         if session.state is State.OPEN:
             session.state = State.CLOSED
+            self.lines.forget(execution_id)
             for ended in self._on_end:
                 ended(session)
 

@@ -1,9 +1,12 @@
 """Durability: every answered call of a run, in one SQLite file, before its last byte reaches the harness.
 
-    proxy ── put(execution, call) ──▶ one INSERT, committed ──▶ tree.commit(call) ──▶ the rest of the reply
+    proxy ── submit(execution, call) ──▶ writer thread: all that wait, in one transaction ──▶ committed
+                                                                                                 │ future
+                                                          the rest of the reply ◀── tree.commit(call)
 
-``put`` is one statement in autocommit mode: there is no transaction that could span an await or be half written, and
-when it returns the call survives the death of this process (``synchronous=NORMAL``) or of the machine (``FULL``).
+When a call's future is done it survives the death of this process (``synchronous=NORMAL``) or of the machine
+(``FULL``). Calls that arrive while others are being written share the next transaction; one that cannot be stored fails
+alone, and if the transaction fails each is written by itself.
 One process has one writing connection, shared under a lock; WAL lets others read meanwhile. A call refers to the tree
 by (call, depth), never by node number, so rows stay true in whatever order concurrent calls were put and committed.
 Bytes grow with unique tokens: a row holds a call's own tokens only.
@@ -12,11 +15,13 @@ Bytes grow with unique tokens: a row holds a call's own tokens only.
 from __future__ import annotations
 
 import json
+import queue
 import sqlite3
 import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +38,7 @@ from opengyre.record.types import CallMeta, Finish, Span
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 30.0  # longer than any checkpoint or other process's statement; then "locked" is a real error
 MARK = struct.Struct(f"<{KEY_BYTES}si")
+BATCH = 256  # calls in one transaction at most: none waits for more than some ten milliseconds of others
 ZLIB_LEVEL = 1  # ids shrink by half at 1, hardly more at 9, and this runs before the reply is delivered
 
 SCHEMA = f"""
@@ -64,6 +70,7 @@ CREATE TABLE calls (
 CREATE UNIQUE INDEX call_of_execution ON calls (execution_id, call_id);
 PRAGMA user_version = {SCHEMA_VERSION};
 """
+INSERT = f"INSERT INTO calls VALUES ({', '.join('?' * 18)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,25 @@ class StoredExecution:
     calls: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A call on its way into the file."""
+
+    execution_id: str
+    call: CommittedCall
+    messages: Any | None
+    done: Future[None]
+
+    def row(self) -> tuple[Any, ...] | None:
+        """Values of ``INSERT``; None if it cannot be made, and then ``done`` says why."""
+        try:
+            with boundary(RecordError, f"{self.execution_id} {self.call.meta.call_id}"):
+                return _row(self.execution_id, self.call, self.messages)
+        except RecordError as error:
+            self.done.set_exception(error)
+            return None
+
+
 class Store:
     """The calls of a run. Made by ``Store.open``; every method may be called from any thread."""
 
@@ -83,6 +109,9 @@ class Store:
         self.path = path
         self._db = connection
         self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._closed = False
 
     @classmethod
     def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL", readonly: bool = False) -> Store:
@@ -115,35 +144,29 @@ class Store:
         self._write("INSERT INTO executions VALUES (?, ?, NULL)", (execution_id, _json(meta)), execution_id)
 
     def put(self, execution_id: str, call: CommittedCall, messages: Any | None = None) -> None:
-        """Store a call; returns when it is durable. ``messages`` (any JSON value) are its new ones, for the viewer.
+        """``submit``, and wait until it is durable."""
+        self.submit(execution_id, call, messages).result()
 
-        Raises:
-            RecordError: unknown execution, call stored already, full disk, or another process holds the file too long.
-                Nothing of the call is stored then.
+    def submit(self, execution_id: str, call: CommittedCall, messages: Any | None = None) -> Future[None]:
+        """Store a call; the future is done when it is durable. ``messages`` (any JSON value) are its new ones, for the
+        viewer.
+
+        The future raises RecordError: unknown execution, call stored already, full disk, a file that is closed, or that
+        another process holds too long. Nothing of the call is stored then.
         """
-        sampled = [span.ids for span in call.sampled]
-        logprobs = [span.logprobs for span in call.sampled if span.logprobs is not None]
-        row = (
-            execution_id,
-            call.meta.call_id,
-            call.attach.via,
-            call.attach.depth,
-            call.attach.n_messages,
-            int(call.usable),
-            len(call.tail_ids),
-            sum(map(len, sampled)),
-            call.prompt_digest,
-            call.sampled_digest,
-            call.reply_key,
-            b"".join(MARK.pack(key, end) for key, end in call.marks),
-            _json([[len(s), s.version, s.cell, s.trainable] for s in call.sampled]),
-            _pack(np.concatenate([call.tail_ids, *sampled]).astype("<i4").tobytes()),
-            _pack(np.concatenate(logprobs).astype("<f4").tobytes() if logprobs else b""),
-            _pack(_json(asdict(call.meta)).encode()),
-            None if messages is None else _pack(_json(messages).encode()),
-        )
-        marks = ", ".join("?" * (len(row) + 1))
-        self._write(f"INSERT INTO calls VALUES ({marks})", (None, *row), f"{execution_id} {call.meta.call_id}")
+        put = _Put(execution_id, call, messages, Future())
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._waiting.put(put)
+                if self._writer is None:
+                    self._writer = threading.Thread(
+                        target=self._write_calls, name=f"writer {self.path.name}", daemon=True
+                    )
+                    self._writer.start()
+        if closed:
+            put.done.set_exception(RecordError("is closed", where=str(self.path)))
+        return put.done
 
     def finish_execution(self, execution_id: str, outcome: dict[str, Any]) -> None:
         """Store how an execution ended and what was selected from it; a later call replaces it."""
@@ -197,7 +220,13 @@ class Store:
         return json.loads(_unpack(rows[0][0])) if rows and rows[0][0] is not None else None
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Write what was submitted and close the file. Idempotent."""
+        with self._lock:
+            self._closed = True
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            self._waiting.put(None)
+            writer.join()
         with self._lock, _typed(self.path):
             self._db.close()
 
@@ -208,6 +237,62 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write_calls(self) -> None:
+        """The writer thread: everything that waits, in one transaction, again and again."""
+        ended = False
+        while not ended:
+            puts: list[_Put] = []
+            item = self._waiting.get()
+            while item is not None:
+                puts.append(item)
+                if self._waiting.empty() or len(puts) == BATCH:
+                    break
+                item = self._waiting.get()
+            ended = item is None
+            self._write_batch([(put, row) for put in puts if (row := put.row()) is not None])
+
+    def _write_batch(self, batch: list[tuple[_Put, tuple[Any, ...]]]) -> None:
+        failed: dict[int, RecordError] = {}
+        try:
+            if len(batch) > 1:
+                with self._lock, _typed(self.path):
+                    failed = self._in_one_transaction([row for _, row in batch])
+            else:
+                failed = self._one_by_one(batch)
+        except RecordError:  # of the transaction, which is rolled back
+            failed = self._one_by_one(batch)
+        for i, (put, _) in enumerate(batch):
+            if i in failed:
+                put.done.set_exception(failed[i])
+            else:
+                put.done.set_result(None)
+
+    def _in_one_transaction(self, rows: list[tuple[Any, ...]]) -> dict[int, RecordError]:
+        """Raises sqlite3.Error when nothing was stored."""
+        failed = {}
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for i, row in enumerate(rows):
+                try:
+                    self._db.execute(INSERT, row)
+                except sqlite3.IntegrityError as cause:  # undoes this statement alone
+                    failed[i] = RecordError(f"{cause} {row[1]} {row[2]}", where=str(self.path))
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        return failed
+
+    def _one_by_one(self, batch: list[tuple[_Put, tuple[Any, ...]]]) -> dict[int, RecordError]:
+        failed = {}
+        for i, (put, row) in enumerate(batch):
+            try:
+                self._write(INSERT, row, f"{put.execution_id} {put.call.meta.call_id}")
+            except RecordError as error:
+                failed[i] = error
+        return failed
 
     def _write(self, statement: str, values: tuple[Any, ...], where: str) -> int:
         with self._lock, _typed(self.path, where):
@@ -231,6 +316,31 @@ def _create(db: sqlite3.Connection) -> None:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
+
+
+def _row(execution_id: str, call: CommittedCall, messages: Any | None) -> tuple[Any, ...]:
+    sampled = [span.ids for span in call.sampled]
+    logprobs = [span.logprobs for span in call.sampled if span.logprobs is not None]
+    return (
+        None,
+        execution_id,
+        call.meta.call_id,
+        call.attach.via,
+        call.attach.depth,
+        call.attach.n_messages,
+        int(call.usable),
+        len(call.tail_ids),
+        sum(map(len, sampled)),
+        call.prompt_digest,
+        call.sampled_digest,
+        call.reply_key,
+        b"".join(MARK.pack(key, end) for key, end in call.marks),
+        _json([[len(s), s.version, s.cell, s.trainable] for s in call.sampled]),
+        _pack(np.concatenate([call.tail_ids, *sampled]).astype("<i4").tobytes()),
+        _pack(np.concatenate(logprobs).astype("<f4").tobytes() if logprobs else b""),
+        _pack(_json(asdict(call.meta)).encode()),
+        None if messages is None else _pack(_json(messages).encode()),
+    )
 
 
 def _call(tree: Tree, row: tuple[Any, ...]) -> CommittedCall:

@@ -98,6 +98,10 @@ class Tree:
             way[-1] = (way[-1][0], attach.offset)
         return np.concatenate([np.empty(0, np.int32), *(node.ids[:used] for node, used in way)])
 
+    def last_id(self, attach: Attach) -> int | None:
+        """The id just before the attach point; None at the root."""
+        return int(self._nodes[attach.node].ids[attach.offset - 1]) if attach.depth else None
+
     def at(self, via: str, depth: int, n_messages: int = 0, fork_reason: str | None = None) -> Attach:
         """The attach point ``depth`` tokens down the path of call ``via`` (``""``: the root); how a store refers to it.
 
