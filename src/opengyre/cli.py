@@ -65,12 +65,14 @@ def _parser() -> argparse.ArgumentParser:
 
     from opengyre.executions import command as harness
     from opengyre.export import command as export
+    from opengyre.proxy import command as proxy
     from opengyre.run import command as collect
     from opengyre.training import command as sft
 
     collect.add_parser(commands, common)
     sft.add_parser(commands, common)
     export.add_parser(commands, common)
+    proxy.add_parser(commands, common)
     harness.add_parser(commands, common)
     return parser
 
