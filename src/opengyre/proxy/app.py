@@ -22,6 +22,7 @@ from aiohttp import web
 from opengyre.config import ProxyConfig
 from opengyre.errors import ConfigError, OpenGyreError
 from opengyre.proxy.calls import CallDriver, LiveCall
+from opengyre.proxy.dialects import models
 from opengyre.proxy.dialects.base import Dialect, Emitter, Head, compact
 from opengyre.proxy.dialects.chat import Chat
 from opengyre.proxy.dialects.messages import Messages
@@ -59,6 +60,9 @@ def make_app(
         app.router.add_post(f"{prefix}/messages/count_tokens", door.answering(messages, door.count))
         app.router.add_post(f"{prefix}/chat/completions", door.answering(chat, door.generate))
         app.router.add_post(f"{prefix}/responses", door.answering(responses, door.generate))
+        app.router.add_post(f"{prefix}/responses/input_tokens", door.answering(responses, door.count))
+        app.router.add_get(f"{prefix}/models", door.answering(chat, door.models))
+        app.router.add_get(f"{prefix}/models/{{model:.+}}", door.answering(chat, door.models))
     app.router.add_route("*", "/{rest:.*}", door.unknown)
     return app
 
@@ -115,7 +119,7 @@ class _Door:
         """Any other path, in the form most clients read."""
         refusal = Refusal(f"no such endpoint: {request.path}", status=404, kind="not_found_error")
         dialect: Dialect = Messages() if "messages" in request.path else Chat()
-        return _refused(dialect, refusal)
+        return _refused(dialect, refusal, request)
 
     def answering(
         self, dialect: Dialect, handler: Callable[[web.Request, Dialect, Session], Awaitable[web.StreamResponse]]
@@ -131,15 +135,21 @@ class _Door:
             except OpenGyreError as error:
                 if session is not None:
                     session.counters.refused += 1
-                return _refused(dialect, _as_refusal(error, session))
+                return _refused(dialect, _as_refusal(error, session), request)
 
         return answer
 
     async def count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
-        """Anthropic's count_tokens: the number a generation would report."""
+        """Anthropic's count_tokens, OpenAI's input_tokens: the number a generation would report."""
         asked = await self._asked(request, dialect, session)
         tokens = await _here_or_aside(asked, count, self._driver.renderer, session, asked)
-        return web.json_response({"input_tokens": tokens})
+        return web.json_response(dialect.counted(tokens))
+
+    async def models(self, request: web.Request, _: Dialect, __: Session) -> web.StreamResponse:
+        """The policy under the name that is asked for, or under its own."""
+        context = self._driver.renderer.context
+        name = request.match_info.get("model")
+        return web.json_response(models.listing(context) if name is None else models.entry(name, context))
 
     async def generate(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
         """A model call, streamed or not."""
@@ -228,7 +238,10 @@ class _Door:
 
 async def _here_or_aside(asked: Asked, work: Callable[..., T], *args: Any) -> T:
     """Read and render here, or in a thread when it would keep the other sessions' pings waiting."""
-    return work(*args) if asked.new_bytes <= INLINE_BYTES else await asyncio.to_thread(work, *args)
+    try:
+        return work(*args) if asked.new_bytes <= INLINE_BYTES else await asyncio.to_thread(work, *args)
+    except RecursionError:
+        raise Refusal("the body is nested too deeply") from None
 
 
 def _complete(reply: Reply, live: LiveCall) -> Reply:
@@ -254,7 +267,10 @@ def _as_refusal(error: OpenGyreError, session: Session | None) -> Refusal:
     return Refusal("the model is not available right now", status=529, kind="overloaded_error")
 
 
-def _refused(dialect: Dialect, refusal: Refusal) -> web.Response:
+def _refused(dialect: Dialect, refusal: Refusal, request: web.Request) -> web.Response:
+    if "text/event-stream" in request.headers.get("Accept", "") and (events := dialect.refused_stream(refusal)):
+        return web.Response(body=events, content_type="text/event-stream")
     # 4xx are final; without this some clients repeat a 409 for minutes.
     headers = {"x-should-retry": "false"} if refusal.status < 500 else {}
-    return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
+    body = compact(dialect.error(refusal)).encode("utf-8", "replace")
+    return web.Response(body=body, content_type="application/json", status=refusal.status, headers=headers)

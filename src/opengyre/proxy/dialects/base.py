@@ -141,6 +141,14 @@ class Dialect(ABC):
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """An error body."""
 
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """The answer to a client that asks how long its prompt is."""
+        return {"input_tokens": tokens}
+
+    def refused_stream(self, refusal: Refusal) -> bytes | None:
+        """The error as a stream, for a client that reads only streams, if the format knows such errors."""
+        return None
+
 
 class Released:
     """How much of a turn's thinking and text went out as deltas; the rest is what ``close`` owes."""

@@ -44,6 +44,7 @@ class Rule:
         why: what is done with it, or the reason why nothing is; for a refusal, what the client is told.
         example: a value that shows the rule; for a refusal, one that is refused.
         unless: for a refusal, values that ask for nothing and pass. Absent, null, false and empty ones always do.
+        code: for a refusal, an error code that clients act on.
     """
 
     part: Part
@@ -52,6 +53,7 @@ class Rule:
     why: str
     example: Any
     unless: tuple[Any, ...] = ()
+    code: str | None = None
 
 
 Contract = tuple[Rule, ...]
@@ -73,7 +75,7 @@ def refuse(contract: Contract, body: Mapping[str, Any]) -> None:
         if rule.part is Part.FIELD and rule.treatment is Treatment.REFUSED:
             value = dig(body, rule.name)
             if value and not any(value is v or (type(value) is type(v) and value == v) for v in rule.unless):
-                raise Refusal(f"{rule.name}: {rule.why}", param=rule.name)
+                raise Refusal(f"{rule.name}: {rule.why}", code=rule.code, param=rule.name)
 
 
 def dig(body: Mapping[str, Any], name: str) -> Any:

@@ -17,7 +17,7 @@ from opengyre.proxy.conversation import (
 )
 from opengyre.proxy.dialects.base import Dialect, Head, Reading, Released, Toolset, compact, merged, typed
 from opengyre.proxy.dialects.contract import refuse
-from opengyre.proxy.dialects.messages_contract import CONTRACT
+from opengyre.proxy.dialects.messages_contract import CONTRACT, NO_THREADS
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Reply, signature
 from opengyre.record.types import Finish
@@ -99,7 +99,10 @@ class Messages(Dialect):
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """Anthropic's error body."""
-        return {"type": "error", "error": {"type": refusal.kind, "message": refusal.what}}
+        error: dict[str, Any] = {"type": refusal.kind, "message": refusal.what}
+        if refusal.code == NO_THREADS:
+            error["details"] = {"error_code": refusal.code}
+        return {"type": "error", "error": error}
 
 
 class MessagesEmitter:

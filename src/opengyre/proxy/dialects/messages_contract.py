@@ -6,6 +6,7 @@ from opengyre.proxy.dialects.contract import BILLING, PINNED, PROBE, UNFORCED, C
 
 _FIELD, _ROLE, _CONTENT, _TOOL = Part.FIELD, Part.ROLE, Part.CONTENT, Part.TOOL
 _YES, _NO, _SHOWN, _REFUSED = Treatment.HONOURED, Treatment.IGNORED, Treatment.SHOWN, Treatment.REFUSED
+NO_THREADS = "thread_unsupported_request"  # on this code Anthropic's SDK goes on without threads
 _STORED = "nothing is stored here; send the whole conversation"
 _IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 _PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
@@ -43,7 +44,7 @@ CONTRACT: Contract = (
     Rule(_FIELD, "diagnostics", _NO, "the record holds more, and is not shown to harnesses", {"x": True}),
     Rule(_FIELD, "container", _REFUSED, "no code runs on this side; give the policy a tool for it", "c1"),
     Rule(_FIELD, "mcp_servers", _REFUSED, "no tools run on this side; connect the harness to them", [{"name": "s"}]),
-    Rule(_FIELD, "thread", _REFUSED, _STORED, {"id": "t"}),
+    Rule(_FIELD, "thread", _REFUSED, _STORED, {"type": "create"}, code=NO_THREADS),
     Rule(_ROLE, "user", _YES, "text and tool results; each tool result becomes a message", "hello"),
     Rule(_ROLE, "assistant", _YES, "as the last message it is history, no prefill: a new turn follows it", "hello"),
     Rule(_ROLE, "system", _YES, "in any position, and stays there", "hello"),

@@ -105,6 +105,17 @@ class Responses(Dialect):
         """OpenAI's error body."""
         return Chat().error(refusal)
 
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """A count of input tokens."""
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def refused_stream(self, refusal: Refusal) -> bytes | None:
+        """A prompt that is too long, as response.failed: Codex shortens its history on this event, not on a 400."""
+        if refusal.code != "context_length_exceeded":
+            return None
+        emitter = ResponsesEmitter(Head("refused", Conversation(()), 0))
+        return emitter.open() + emitter.fail(refusal)
+
 
 class ResponsesEmitter:
     """Numbered events: created, one output item after the other, completed (or incomplete)."""
