@@ -29,7 +29,7 @@ from opengyre.proxy import keys as _keys
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
 from opengyre.proxy.folder import read_folder
 from opengyre.proxy.formats.base import Format
-from opengyre.proxy.formats.registry import choose
+from opengyre.proxy.formats.registry import FORMATS, choose
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Turn, mint_call_id
 from opengyre.proxy.template import ChatTemplate
@@ -96,8 +96,32 @@ class Renderer:
         limits = [limit for limit in (context, folder.context) if limit]
         if not limits:
             raise ConfigError("says no context length", where=str(model_dir / "config.json"), right="model.context")
-        stops, limit = folder.stop_tokens, min(limits)
-        return cls(folder.tokenizer, folder.template, context=limit, stop_tokens=stops, format=format)
+        made = cls(
+            folder.tokenizer, folder.template, context=min(limits), stop_tokens=folder.stop_tokens, format=format
+        )
+        made._check(str(model_dir), named=format is not None)
+        return made
+
+    def _check(self, where: str, *, named: bool) -> None:
+        """A conversation with a tool call renders, and the call as the template writes it is read. Raises ConfigError.
+
+        A format that was ``named`` is taken at its word: there are harnesses without tool calls.
+        """
+        call = ToolCall("c00000000", "ask", {"question": "why"})
+        tool = Tool("ask", "Ask.", {"type": "object", "properties": {"question": {"type": "string"}}})
+        turns = (Message("user", (Text("hi"),)), Message("assistant", (call,)), Message("user", (Text("so"),)))
+        try:
+            whole = self.render(Conversation(turns, (tool,)))
+            asked = self.render(Conversation(turns[:1], (tool,))).ids
+        except Refusal as refusal:
+            raise ConfigError(f"cannot be rendered message by message: {refusal}", where=where) from None
+        begin = next((i for i, (a, b) in enumerate(zip(asked, whole.ids, strict=False)) if a != b), len(asked))
+        text = self.decode(self.without_stop(whole.ids[begin : whole.ends[1]]))
+        said = self.format.read(text, opened=False, complete=True, tools=(tool,))
+        if not named and said.calls != [(call.name, call.arguments)]:
+            what = f"the chat template writes tool calls in a way that the format {self.format.name} does not read"
+            right = f"model.format: one of {', '.join(FORMATS)}; generic goes without tool calls"
+            raise ConfigError(what, where=where, right=right)
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
@@ -146,7 +170,7 @@ class Renderer:
             i += n
             if messages[i - 1].role == "assistant":
                 ids += self._fixed(self._separator)
-        before = messages[-1].role
+        before = self._wording.role(messages[-1], len(messages) == 1)
         return Rendered(ids + self._fixed(self._wording.generation(before, thinking)), ends)
 
     def _unit(self, conversation: Conversation, i: int) -> tuple[Sequence[int], int]:
@@ -163,7 +187,7 @@ class Renderer:
         if messages[i].role == "tool" and self._wording.joins_results:
             while i + n < len(messages) and messages[i + n].role == "tool":
                 n += 1
-        unit, before = messages[i : i + n], messages[i - 1].role
+        unit, before = messages[i : i + n], self._wording.role(messages[i - 1], i == 1)
         names = self._names(messages, i, n) if messages[i].role == "tool" else {}
         key = _digest(before, thinking, unit, names)
         if (known := self._cache.get(key)) is not None:

@@ -63,6 +63,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(str(error), where="chat template", right="a template that Jinja can read") from None
         self.source = source
+        self.no_tools: list[dict[str, Any]] | None = None  # what ``tools`` is without tools; some templates want a list
         self._tokens = special_tokens
 
     def text(
@@ -78,7 +79,7 @@ class ChatTemplate:
         flags = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=generate, **self._tokens, **flags
+                messages=messages, tools=tools or self.no_tools, add_generation_prompt=generate, **self._tokens, **flags
             )
         except _REFUSALS as error:
             raise Refusal(f"the chat template refuses this conversation: {error}") from error

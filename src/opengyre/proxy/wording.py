@@ -38,12 +38,13 @@ class Wording:
     def __init__(self, template: ChatTemplate, fmt: Format) -> None:
         self._template, self._format = template, fmt
         self._content: Callable[[str], Any] = str
-        if not self._shows([_user()]) and self._shows([{"role": "user", "content": _parts(_MARK)}]):
-            self._content = _parts  # a template for images too: content is always a list
+        self._end = ""  # what the template writes behind a conversation that no reply is asked for
+        self._take_conventions()
         self._contexts = lru_cache(maxsize=64)(self._contexts_of)
         self._can_write = lru_cache(maxsize=16)(self._can_write)  # type: ignore[method-assign]
         self._takes_system = lru_cache(maxsize=16)(self._takes_system)  # type: ignore[method-assign]
         self._tools_place = lru_cache(maxsize=16)(self._tools_place)  # type: ignore[method-assign]
+        self._system_place = lru_cache(maxsize=1)(self._system_place)  # type: ignore[method-assign]
         self.closing = self._closing()
         self._reasoning_key = next((key for key in _REASONING_KEYS if self._writes_reasoning(key)), None)
         self._call_style: tuple[bool, str | None] | None = None
@@ -85,21 +86,22 @@ class Wording:
         shown = [_tool(tool) for tool in tools]
         if place == "nowhere":
             plain["content"], shown = self._content(self._with_tools(_blocks(first), tools)), []
-        if place == "beside" and following:  # the template writes tools into the user turn
-            return self._template.text(self._pair(plain, following[0]), tools=shown, thinking=thinking), 1
+        system_place = self._system_place() if plain["role"] == "system" else "alone"
+        if "beside" in (place, system_place) and following:  # the template writes it into the user turn
+            return self._text(self._pair(plain, following[0]), tools=shown, thinking=thinking), 1
         try:
-            return self._template.text([plain], tools=shown, thinking=thinking), 0
+            return self._text([plain], tools=shown, thinking=thinking), 0
         except Refusal:
             if plain["role"] != "system":
                 raise
         # The template wants a user turn after the system message: render with one, and take it off again if we can.
-        whole = self._template.text([plain, self._user()], tools=shown, thinking=thinking)
+        whole = self._text([plain, self._user()], tools=shown, thinking=thinking)
         user = self._difference([self._user()], "user", thinking)
         if whole.endswith(user):
             return whole.removesuffix(user), 0
         if not following:
             raise Refusal("the chat template wants a user message")
-        return self._template.text(self._pair(plain, following[0]), tools=shown, thinking=thinking), 1
+        return self._text(self._pair(plain, following[0]), tools=shown, thinking=thinking), 1
 
     def _pair(self, plain: Plain, following: Message) -> list[Plain]:
         return [plain, self._plain(following, plain["role"], {})]
@@ -113,6 +115,12 @@ class Wording:
             if text.startswith(prefix):
                 return text[len(prefix) :]
         raise Refusal("the chat template refuses a user message")
+
+    def role(self, message: Message, first: bool) -> str:
+        """The role a message comes out with: the template may know no system message there, or no tool results."""
+        if message.role == "system" and self._format.write(message) is None:
+            return "system" if self._takes_system("" if first else "user") else "user"
+        return "user" if message.role == "tool" and not self._writes_results else message.role
 
     def openings(self) -> list[str]:
         """What user turns and tool results after an assistant turn begin with."""
@@ -189,6 +197,8 @@ class Wording:
         result = {"role": "tool", "content": self._content(_MARK), "tool_call_id": _CALL_ID, "name": _NAME}
         if calls:
             order = [called, user, said]
+        elif before == "system":
+            order = [({"role": "system", "content": self._content(_MARK)},), user, said, called]
         elif before == "assistant":
             order = [said, user, called]
         elif before == "tool" and called is not said:
@@ -205,7 +215,7 @@ class Wording:
             if (prefix := self._prefix(context, thinking)) is None:
                 continue
             try:
-                text = self._template.text([*context.messages, *unit], thinking=thinking)
+                text = self._text([*context.messages, *unit], thinking=thinking)
             except Refusal as error:
                 refusal = error
                 continue
@@ -213,19 +223,38 @@ class Wording:
                 return text[len(prefix) :]
         raise refusal or Refusal(f"the chat template cannot append a {unit[0]['role']} message")
 
+    def _text(self, messages: list[Plain], *, tools: list[Plain] | None = None, thinking: bool | None = None) -> str:
+        """A conversation that is not asked for a reply, without what stands behind the last message."""
+        return self._template.text(messages, tools=tools, thinking=thinking).removesuffix(self._end)
+
     def _prefix(self, context: _Context, thinking: bool | None) -> str | None:
         if thinking not in context.texts:
             try:
-                context.texts[thinking] = self._template.text(list(context.messages), thinking=thinking)
+                context.texts[thinking] = self._text(list(context.messages), thinking=thinking)
             except Refusal:
                 context.texts[thinking] = None
         return context.texts[thinking]
 
     # -- what the template can say -------------------------------------------------------------------------------------
 
+    def _take_conventions(self) -> None:
+        """Find out how it wants content, what it wants for no tools, and what it writes at the very end."""
+        if not self._shows([_user()]):
+            if self._shows([{"role": "user", "content": _parts(_MARK)}]):
+                self._content = _parts  # a template for images too: content is always a list
+            elif self._shows([_user()], tools=[_tool(_TOOL)]):
+                self._template.no_tools = []  # it goes over the tools without asking whether there are any
+        try:
+            one, two = (self._template.text(m) for m in ([self._user()], [self._user(), self._said()]))
+        except Refusal:
+            return
+        if not two.startswith(one):
+            same = next(i for i, (a, b) in enumerate(zip(one, f"{two}\0", strict=False)) if a != b)
+            self._end = one[same:] if two.endswith(one[same:]) else ""
+
     def _shows(self, messages: list[Plain], *texts: str, tools: list[Plain] | None = None) -> bool:
         try:
-            text = self._template.text(messages, tools=tools)
+            text = self._text(messages, tools=tools)
         except Refusal:
             return False
         return all(t in text for t in (texts or (_MARK,)))
@@ -233,7 +262,7 @@ class Wording:
     def _closing(self) -> str:
         """What the template writes after an assistant's content."""
         try:
-            text = self._template.text([self._user(), self._said()])
+            text = self._text([self._user(), self._said()])
         except Refusal as error:
             raise ConfigError(f"cannot render a user turn and a reply: {error}", where="chat template") from None
         if text.count(_MARK) < 2:
@@ -253,7 +282,7 @@ class Wording:
         content = self._content("gyre_words") if with_text else empty
         message = {"role": "assistant", "content": content, "tool_calls": calls}
         try:
-            text = self._template.text([self._user(), message])
+            text = self._text([self._user(), message])
         except Refusal:
             return False
         after = text[text.find(_MARK) + len(_MARK) :]
@@ -291,6 +320,17 @@ class Wording:
         except Refusal:
             return False
 
+    def _system_place(self) -> str:
+        """Where a first system message stands: alone, or beside the user's turn."""
+        system = {"role": "system", "content": self._content(_NAME)}
+        if self._shows([system], _NAME) or not self._shows([system, self._user()], _NAME):
+            return "alone"
+        try:
+            self._text([system])
+        except Refusal:
+            return "alone"  # it is rendered with a user turn, which is taken off again
+        return "beside"
+
     def _tools_place(self, role: str) -> str:
         """Where tools stand if the first message has ``role``: alone (with it), beside (the user's turn), nowhere."""
         first, tools = {"role": role, "content": self._content("first")}, [_tool(_TOOL)]
@@ -298,7 +338,7 @@ class Wording:
             return "alone"
         if self._shows([first, self._user()], _NAME, tools=tools):
             try:
-                self._template.text([first], tools=tools)
+                self._text([first], tools=tools)
             except Refusal:
                 return "alone"  # it is rendered with a user turn, which is taken off again
             return "beside"

@@ -88,19 +88,10 @@ _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>\s*(<parameter=.*</parameter>)?\
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>(?=\s*(?:<parameter=|$))", re.DOTALL)
 
 
-def _body(text: str, at: int) -> tuple[str, int] | None:
+def _body(text: str, at: int, opener: str = CALL_OPEN, close: str = CALL_CLOSE) -> tuple[str, int] | None:
     """What stands between the marker at ``at`` and the next closing one."""
-    end = text.find(CALL_CLOSE, at)
-    return (text[at + len(CALL_OPEN) : end], end + len(CALL_CLOSE)) if end >= 0 else None
-
-
-def _read_function(text: str, at: int, tools: Sequence[Tool]) -> Found | None:
-    body = _body(text, at)
-    tagged = _FUNCTION.fullmatch(body[0]) if body else None
-    if body is None or tagged is None:
-        return None
-    values = {m[1]: typed(_own_lines(m[2]), m[1], tagged[1], tools) for m in _PARAMETER.finditer(tagged[2] or "")}
-    return [(tagged[1], values)], body[1]
+    end = text.find(close, at)
+    return (text[at + len(opener) : end], end + len(close)) if end >= 0 else None
 
 
 def _own_lines(raw: str) -> str:
@@ -108,15 +99,28 @@ def _own_lines(raw: str) -> str:
     return raw.removeprefix("\n").removesuffix("\n")
 
 
-def _write_function(calls: Sequence[NamedCall]) -> str:
-    texts = []
-    for name, arguments in calls:
-        values = "".join(f"<parameter={k}>\n{untyped(v)}\n</parameter>\n" for k, v in arguments.items())
-        texts.append(f"{CALL_OPEN}\n<function={name}>\n{values}</function>\n{CALL_CLOSE}")
-    return "\n".join(texts)
+def function_tags(opener: str, close: str) -> Syntax:
+    """Tagged parameters in a tagged function between ``opener`` and ``close``."""
+
+    def read(text: str, at: int, tools: Sequence[Tool]) -> Found | None:
+        body = _body(text, at, opener, close)
+        tagged = _FUNCTION.fullmatch(body[0]) if body else None
+        if body is None or tagged is None:
+            return None
+        pairs = _PARAMETER.finditer(tagged[2] or "")
+        return [(tagged[1], {m[1]: typed(_own_lines(m[2]), m[1], tagged[1], tools) for m in pairs})], body[1]
+
+    def write(calls: Sequence[NamedCall]) -> str:
+        texts = []
+        for name, arguments in calls:
+            values = "".join(f"<parameter={k}>\n{untyped(v)}\n</parameter>\n" for k, v in arguments.items())
+            texts.append(f"{opener}\n<function={name}>\n{values}</function>\n{close}")
+        return "\n".join(texts)
+
+    return Syntax((opener,), read, write, tokens=(close,))
 
 
-function = Syntax((CALL_OPEN,), _read_function, _write_function, tokens=(CALL_CLOSE,))
+function = function_tags(CALL_OPEN, CALL_CLOSE)
 
 _ARGS = re.compile(r"\s*([^\s<{]+)\s*((?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)", re.DOTALL)
 _ARG = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -149,7 +153,7 @@ arg_key = Syntax(
 
 
 def _read_any(text: str, at: int, tools: Sequence[Tool]) -> Found | None:
-    found = _read_hermes(text, at, tools) or _read_function(text, at, tools)
+    found = _read_hermes(text, at, tools) or function.read(text, at, tools)
     if found is None and "<arg_key>" in text[at : text.find(CALL_CLOSE, at)]:
         found = _read_arg_key(text, at, tools)
     return found

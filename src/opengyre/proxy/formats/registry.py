@@ -22,6 +22,7 @@ FORMATS: dict[str, Format] = {
         Tagged("minimax", calls.invoke("", "minimax:tool_call"), (("minimax:tool_call", "<invoke name="),)),
         Tagged("mistral", calls.mistral, (("[TOOL_CALLS]",),)),
         Tagged("glm", calls.arg_key, (("<arg_key>", "<tool_call>"),)),
+        Tagged("seed", calls.function_tags("<seed:tool_call>", "</seed:tool_call>"), (("<seed:tool_call>",),)),
         Tagged("qwen3_coder", calls.function, (("<function=", "<parameter=", "<tool_call>"),)),
         Tagged("hermes", calls.hermes, (("<tool_call>", '"arguments"'), ("<tool_call>", "'arguments'"))),
         Tagged("llama3", calls.llama, (("<|start_header_id|>", '"parameters": '),)),
