@@ -28,6 +28,7 @@ class ModelConfig(_Table, frozen=True, kw_only=True):
     device: str = "auto"  # auto: cuda if there is one, else cpu
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # bf16 on a CPU is slower and noisier
     context: int = 4096  # tokens, prompt + sampled; longer prompts get the dialect's own "too long" error
+    format: str | None = None  # how it writes turns: hermes, glm, …; None: found from its chat template
 
 
 class TasksConfig(_Table, frozen=True, kw_only=True):
