@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,11 @@ class Say:
     """An answer in the model's own format, and what happens on the way.
 
     ``trouble``: (after so many tokens of this call, what) in order; what is ``dies``, ``preempted`` (its KV goes
-    along), ``preempted_without_kv``, or a coroutine function to be awaited there (silence, a role switch, a deadline).
+    along), ``preempted_without_kv``, or a coroutine function awaited there with the engine (silence, a role switch).
     """
 
     text: str
-    trouble: list[tuple[int, str | Callable[[], Any]]] = field(default_factory=list)
+    trouble: list[tuple[int, str | Callable[[ScriptedEngine], Awaitable[Any]]]] = field(default_factory=list)
 
 
 Part = Callable[[Ask], str | Say]
@@ -144,7 +144,8 @@ class PlayedEngine(ScriptedEngine):
                     kv = {"from": self.name} if what == "preempted" else None
                     yield TokenChunk([], [], self.version, "preempted", kv=kv)
                     return
-                await what()
+                await what(self)
+                continue
             stop = min(done + self.chunk, len(ids), *([say.trouble[0][0] - at] if say.trouble else []))
             step = ids[done : max(stop, done + 1)]
             logprobs = [logprob(at + done + i) for i in range(len(step))]

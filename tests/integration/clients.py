@@ -9,9 +9,11 @@ on purpose.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +33,7 @@ from opengyre.executions.harness.registry import make_harness
 from opengyre.executions.outcome import ExecutionResult
 from opengyre.executions.runner import Runner
 from opengyre.executions.task import Deadlines, Task
+from opengyre.proxy.session import Sessions
 from opengyre.record.draw import check_tree, draw_tree
 from opengyre.record.roles import assign_roles
 from opengyre.record.tree import Tree
@@ -99,6 +102,21 @@ class Played:
         return draw_tree(self.tree, self.roles, every=True)
 
 
+class LateClock(SessionDoor):
+    """A door that stops the agent's clock until an event: deadlines that do not depend on how slow a machine starts."""
+
+    def __init__(self, sessions: Sessions, config: RunConfig, event: asyncio.Event | None) -> None:
+        super().__init__(sessions, config)
+        self._event, self._opened, self._seen = event, time.monotonic(), 0.0
+
+    def held_s(self, execution_id: str) -> float:
+        if self._event is None:
+            return super().held_s(execution_id)
+        if not self._event.is_set():
+            self._seen = time.monotonic() - self._opened
+        return self._seen
+
+
 @dataclass
 class Stage:
     """A door, the cells behind it, and a harness to send through it."""
@@ -125,12 +143,13 @@ class Stage:
         env: dict[str, str] | None = None,
         agent_s: float = 240.0,
         harness: Harness | None = None,
+        clock: asyncio.Event | None = None,
         checked: bool = True,
     ) -> Played:
         """One execution of the harness, from an empty workspace to its reward: 1 if it holds the files ``wanted``.
 
-        ``harness`` stands in for the stage's own. ``checked``: everything an execution must satisfy whatever happened in
-        it is asserted (``check``).
+        ``harness`` stands in for the stage's own. ``clock``: the agent's time counts from when it is set. ``checked``:
+        whatever happened, what holds for every execution is asserted (``check``).
         """
         self.runs += 1
         name = f"x{self.runs}"
@@ -144,7 +163,7 @@ class Stage:
         )
         limits = Limits(self.config.model.context, self.config.sampling.max_tokens)
         harness = harness or make_harness(self.config.harness, limits)
-        door = SessionDoor(self.door.sessions, self.config)
+        door = LateClock(self.door.sessions, self.config, clock)
         runner = Runner(self.config, harness, door, self.root, lambda *_: None)
         result = await runner.run(name, "q", task)
         session = self.door.sessions.get(name)

@@ -96,7 +96,7 @@ async def test_two_sub_agents_at_once(tmp_path):
 
     def part(ask: Ask) -> str | Say:
         if SUB in ask.system:
-            return Say(errand(ask), [(0, both.wait)]) if ask.turns == 0 else errand(ask)
+            return Say(errand(ask), [(0, lambda _: both.wait())]) if ask.turns == 0 else errand(ask)
         if ask.turns == 0:
             return calls(delegate("Write FILE one .", background=False), delegate("Write FILE two .", background=False))
         return "Both written."
