@@ -26,7 +26,7 @@ from opengyre.export.sample import About, plain
 from opengyre.export.source import Choice, Source
 from opengyre.proxy.calls import CallDriver
 from opengyre.proxy.refusals import Refusal
-from opengyre.proxy.session import Sessions
+from opengyre.proxy.session import Sessions, check_pins
 from opengyre.record.roles import assign_roles
 from opengyre.record.store import Store, StoredExecution
 from opengyre.record.tree import Tree
@@ -230,6 +230,10 @@ class External:
             pins = msgspec.convert({**msgspec.to_builtins(self._pins), **asked}, SamplingConfig, strict=True)
         except msgspec.ValidationError as error:
             raise Refusal(f"pins: {error}", param="pins") from None
+        try:
+            check_pins(pins)
+        except ConfigError as error:
+            raise Refusal(str(error), param=error.where) from None
         if why := self._allows(pins.temperature):
             raise Refusal(f"pins.temperature: {pins.temperature}: {why}", param="pins.temperature")
         return pins
