@@ -50,7 +50,7 @@ def prepare(config: RunConfig, run_dir: Path, *, resume: bool) -> Prepared:
     """
     resumed = check_run_dir(run_dir, resume=resume)
     model_dir = resolve_model(config)
-    renderer = Renderer.load(model_dir, context=config.model.context)
+    renderer = Renderer.load(model_dir, context=config.model.context, format=config.model.format)
     tasks = make_tasks(config.tasks)
     train, held_out = list(tasks.tasks("train")), list(tasks.tasks("held_out"))
     if not train and config.steps:
