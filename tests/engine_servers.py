@@ -16,10 +16,6 @@ from typing import Any
 from aiohttp import web
 
 LOGITS = {0: 2.0, 1: 0.0, 2: -1.0}  # of the first token, all that the check of log-probabilities looks at
-    0: 2.0,
-    1: 0.0,
-    2: -1.0,
-}  # of the first token after any prompt, as far as the check of log-probabilities looks
 
 
 def logprob(position: int) -> float:
