@@ -11,12 +11,14 @@ import msgspec
 
 class Launch(msgspec.Struct, frozen=True):
     """What the sandbox starts. ``env`` is added to the sandbox's minimal environment; ``stdin`` is fed and closed;
-    ``tools`` are host paths the command reads besides the system's (its own code); a sandbox shows them read-only."""
+    ``tools`` are host paths the command reads besides the system's (its own code); a sandbox shows them read-only.
+    ``files`` are written before the command starts: text by path below the home."""
 
     argv: list[str]
     env: dict[str, str]
     stdin: str = ""
     tools: list[str] = []
+    files: dict[str, str] = {}
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -71,7 +71,15 @@ PINNED = {
             ),
             "opencode",
         ),
-        Pin("codex", "0.171.0", (f"{_NODE}/.bin/codex",), "codex"),
+        Pin(
+            "codex",
+            "0.171.0",
+            (  # the native program; what npm links to is a script that needs node to start it
+                f"{_NODE}/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
+                f"{_NODE}/@openai/codex-linux-arm64/vendor/aarch64-unknown-linux-musl/bin/codex",
+            ),
+            "codex",
+        ),
         Pin("qwen_code", "0.15.10", (f"{_NODE}/.bin/qwen",), "qwen"),
         Pin(
             "mini_swe_agent",

@@ -28,3 +28,12 @@ def read_options(options: Mapping[str, Any], table: type[T]) -> T:
         key = place.rstrip("`")
         value = options.get(key.partition("[")[0])
         raise ConfigError(f"{value!r}", where=f"harness.options.{key}", right=what[0].lower() + what[1:]) from None
+
+
+def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """A harness's settings: ``theirs``, the user's, win, key by key; tables are merged."""
+    out = dict(ours)
+    for key, value in theirs.items():
+        mine = out.get(key)
+        out[key] = merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
+    return out

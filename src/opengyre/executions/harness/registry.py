@@ -6,10 +6,14 @@ from opengyre.config import HarnessConfig, RunConfig
 from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Harness, Limits
 from opengyre.executions.harness.claude_code import ClaudeCode
+from opengyre.executions.harness.codex import Codex
 from opengyre.executions.harness.command import CommandHarness
+from opengyre.executions.harness.mini_swe_agent import MiniSweAgent
+from opengyre.executions.harness.opencode import OpenCode
 from opengyre.executions.harness.quickstart import QuickstartHarness
+from opengyre.executions.harness.qwen_code import QwenCode
 
-KINDS = ("quickstart", "command", "claude_code")
+KINDS = ("quickstart", "command", "claude_code", "opencode", "codex", "qwen_code", "mini_swe_agent")
 
 
 def make_harness(config: HarnessConfig, limits: Limits | None = None) -> Harness:
@@ -25,4 +29,12 @@ def make_harness(config: HarnessConfig, limits: Limits | None = None) -> Harness
             return QuickstartHarness(config)
         case "claude_code":
             return ClaudeCode(config, limits)
+        case "opencode":
+            return OpenCode(config, limits)
+        case "codex":
+            return Codex(config, limits)
+        case "qwen_code":
+            return QwenCode(config, limits)
+        case "mini_swe_agent":
+            return MiniSweAgent(config, limits)
     raise ConfigError(f"{config.kind!r}", where="harness.kind", right=", ".join(KINDS))

@@ -72,7 +72,11 @@ class LocalSandbox:
         }
 
     def command(self, launch: Launch, log: Path) -> nursery.Command:
-        """The launch as a warden understands it."""
+        """The launch as a warden understands it; its files are in place."""
+        with boundary(SandboxError, str(self.home)):
+            for name, text in launch.files.items():
+                (self.home / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.home / name).write_text(text)
         env = self.environment() | launch.env
         return nursery.Command(launch.argv, env, str(self.workspace), launch.stdin, str(log.resolve()))
 
