@@ -166,8 +166,17 @@ def test_images_become_a_visible_placeholder():  # P11
     (result,) = conversation.messages[0].parts
     assert isinstance(result, ToolResult) and result.text.startswith("ok\n[image image/png: not shown")
     assert conversation.extra["placeholders"] == 1
-    url = {"type": "image_url", "image_url": {"url": "data:…"}}
-    assert Chat().parse({"messages": [{"role": "user", "content": [url]}]}).extra["placeholders"] == 1
+    url = "data:image/png;base64,AA=="
+    chat = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+    message = {"role": "user", "content": [image]}
+    read = [
+        Messages().parse({"messages": [message]}),
+        Chat().parse({"messages": [chat]}),
+        Responses().parse({"input": [item]}),
+    ]
+    assert read[0].messages == read[1].messages == read[2].messages
+    assert [c.extra["placeholders"] for c in read] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

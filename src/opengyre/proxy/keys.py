@@ -16,6 +16,7 @@ from typing import Any
 from opengyre.proxy.conversation import Conversation, Message, Text, Thinking, Tool, ToolCall, ToolResult
 
 KEY_BYTES = 16  # 128 bits: no accidental collision in any run
+DOUBLE, LARGEST = 2**53, 2**1023  # integers between them are rounded by JavaScript
 
 
 def keys(conversation: Conversation) -> list[bytes]:
@@ -59,7 +60,9 @@ def _meaning(part: Any, calls: Sequence[str]) -> list[Any]:
 
 
 def _integral(value: Any) -> Any:
-    """5000.0 and 5000 are one number to every client that speaks JavaScript."""
+    """5000.0 and 5000 are one number to every client that speaks JavaScript, and so are neighbours beyond 2^53."""
+    if isinstance(value, int) and DOUBLE < abs(value) < LARGEST:
+        value = float(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

@@ -8,6 +8,7 @@ What of a request is honoured, ignored and refused is data: ``contract``, and on
 from __future__ import annotations
 
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -73,6 +74,28 @@ class Toolset:
         return Toolset(self.tools + other.tools, self.custom + other.custom, self.namespaced + other.namespaced)
 
 
+# What the formats call the same thing, which reads the same to the policy in all of them.
+_KINDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "document": "file",
+    "input_file": "file",
+}
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)[;,]")
+
+
+def _media_type(block: Mapping[str, Any]) -> str:
+    """The media type of a block, where it says one; "" otherwise."""
+    for held in (block, *(v for v in block.values() if isinstance(v, dict))):
+        if isinstance(kind := held.get("media_type"), str):
+            return kind
+        for value in held.values():
+            if isinstance(value, str) and (found := _DATA_URL.match(value)):
+                return found[1]
+    return ""
+
+
 class Reading:
     """What was read of a request so far: its messages, and how many blocks became a placeholder."""
 
@@ -83,10 +106,9 @@ class Reading:
     def placeholder(self, block: Mapping[str, Any]) -> Text:
         """Stands, visibly, for content the policy cannot see. Never a silent drop: it would invent what it missed."""
         self.placeholders += 1
-        kind = block.get("type", "unknown")
-        source = block.get("source")
-        media = f" {source['media_type']}" if isinstance(source, dict) and "media_type" in source else ""
-        return Text(f"[{kind}{media}: not shown, this model reads text only]")
+        kind = str(block.get("type", "unknown"))
+        named = " ".join(filter(None, (_KINDS.get(kind, kind), _media_type(block))))
+        return Text(f"[{named}: not shown, this model reads text only]")
 
 
 class Dialect(ABC):
