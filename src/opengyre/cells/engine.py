@@ -11,6 +11,7 @@ import msgspec
 from opengyre.cluster.base import CellProcess
 from opengyre.errors import EngineError
 from opengyre.rollout.base import EngineLoad, GenerateRequest, TokenChunk
+from opengyre.rollout.tokens import to_wire
 
 
 class CellEngine:
@@ -48,7 +49,7 @@ class CellEngine:
             raise EngineError("has no cell", where=self.name)
         queue: asyncio.Queue[TokenChunk | EngineError] = asyncio.Queue()
         self._calls[request.call_id] = queue
-        cell.notify("submit", request=msgspec.to_builtins(request))
+        cell.notify("submit", request=msgspec.to_builtins(request, enc_hook=to_wire, builtin_types=(bytes,)))
         ended = False
         try:
             while not ended:

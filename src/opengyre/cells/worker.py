@@ -25,6 +25,7 @@ from opengyre.cluster.base import CellSpec
 from opengyre.config import RunConfig
 from opengyre.errors import CellError, EngineError, boundary
 from opengyre.rollout.base import REGIONS, GenerateRequest, TokenChunk
+from opengyre.rollout.tokens import from_wire
 from opengyre.transfer.base import Ref
 
 
@@ -48,7 +49,7 @@ class CellWorker:
     def on_event(self, op: str, args: dict[str, Any]) -> None:
         """Dispatch one notification: ``submit``, ``abort``, ``drop``, ``exit``."""
         if op == "submit":
-            self._submit(msgspec.convert(args["request"], GenerateRequest))
+            self._submit(msgspec.convert(args["request"], GenerateRequest, dec_hook=from_wire, builtin_types=(bytes,)))
         elif op == "abort":
             self._engine.abort(args["call_id"])
             self._wake.set()

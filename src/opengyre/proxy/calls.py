@@ -38,6 +38,7 @@ from opengyre.proxy.stream import StopWatch
 from opengyre.record.call import CommittedCall, digest_ids
 from opengyre.record.types import CallMeta, Finish, Ids
 from opengyre.rollout.base import GenerateRequest, RequestRefused
+from opengyre.rollout.tokens import TokenIds
 
 LINGER_S = 0.5  # a client's fallback re-sends at once, its retry after 0.5 s; the engine must be free within 1 s
 LOST_REPLIES = 4  # replies kept because their delivery failed; at most one per parallel agent is asked for again
@@ -277,7 +278,7 @@ class CallDriver:
         return GenerateRequest(
             call_id=f"{live.call_id}{attempt:04x}",  # an engine met again must not take it for the earlier one
             session=live.session.execution_id,
-            prompt_ids=prepared.prompt.ids.tolist() + live.sampled.ids,
+            prompt_ids=_prompt(live),
             max_new_tokens=prepared.max_new_tokens - len(live.sampled),
             stop_token_ids=self.renderer.stop_token_ids,
             temperature=pins.temperature,
@@ -369,6 +370,14 @@ class CallDriver:
             asked_tail=note.asked_tail,
             pins={"temperature": pins.temperature, "max_new_tokens": float(prepared.max_new_tokens)},
         )
+
+
+def _prompt(live: LiveCall) -> TokenIds:
+    """What an engine is to go on from."""
+    prompt = live.prepared.prompt
+    if not live.sampled.ids:
+        return prompt.tokens
+    return TokenIds(np.concatenate([prompt.ids, np.asarray(live.sampled.ids, np.int32)]))
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from opengyre.proxy.conversation import Message, Text, ToolCall
 from opengyre.record.call import feed, new_digest
 from opengyre.record.types import Ids
+from opengyre.rollout.tokens import TokenIds
 
 LINES = 6  # histories an execution grows at a time: its main one, a few parallel sub-agents
 BUDGET_BYTES = 512 << 20  # of kept bodies; 1,000 executions of 128k tokens
 BLOCK_BYTES = 64 << 10  # compared at a time, so that bodies that differ early cost little
+BYTES_PER_ID = 10  # 4 as a number, 5 to 6 as text
 GROWTH = 1.25  # of an id array that is full
 SYSTEM_CHARS, ASKED_CHARS = 200, 400  # as CallMeta says
 
@@ -62,6 +65,8 @@ class Trail:
         self._lock = threading.Lock()
         self._ids = np.empty(0, np.int32)
         self._used = 0
+        self._text, self._written = bytearray(b"["), 0  # the ids as JSON, as far as anybody asked
+        self._text_ends = {0: 1}
 
     def extend(self, upto: int, ids: Ids) -> Trail:
         """The trail with ``ids`` after its first ``upto``: itself if it ends there, else a copy. Views stay valid."""
@@ -78,6 +83,17 @@ class Trail:
         ids = self._ids[:upto]
         ids.setflags(write=False)
         return ids
+
+    def json(self, upto: int) -> bytes:
+        """The first ``upto`` ids as a JSON list; only what is new is written."""
+        with self._lock:
+            if upto > self._written:
+                fresh = msgspec.json.encode(self._ids[self._written : upto].tolist())[1:-1]
+                self._text += b"," + fresh if self._written else fresh
+                self._written, self._text_ends[upto] = upto, len(self._text)
+            if (end := self._text_ends.get(upto)) is not None:
+                return b"".join((memoryview(self._text)[:end], b"]"))
+        return msgspec.json.encode(self.view(upto).tolist())
 
     def _append(self, ids: Ids) -> None:
         end = self._used + len(ids)
@@ -115,6 +131,11 @@ class Path(NamedTuple):
     def ids(self) -> Ids:
         """All ids, shape (depth,)."""
         return self.trail.view(self.depth)
+
+    @property
+    def tokens(self) -> TokenIds:
+        """All ids, as an engine takes them."""
+        return TokenIds(self.ids, lambda: self.trail.json(self.depth))
 
     @property
     def digest(self) -> bytes:
@@ -161,7 +182,7 @@ class Line:
     @property
     def size(self) -> int:
         """Bytes held, roughly."""
-        return len(self.body) + (4 * self.path.depth if self.path else 0)
+        return len(self.body) + (BYTES_PER_ID * self.path.depth if self.path else 0)
 
 
 class Lines:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from opengyre.errors import EngineError
+from opengyre.rollout.tokens import TokenIds
 
 REGIONS = ("weights", "kv")  # what an engine can release; it serves only when all are back
 
@@ -29,7 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     call_id: str
     session: str
-    prompt_ids: list[int]
+    prompt_ids: TokenIds
     max_new_tokens: int
     stop_token_ids: list[int]
     temperature: float = 1.0

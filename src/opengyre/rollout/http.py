@@ -103,7 +103,8 @@ class HttpEngine(ABC):
         self._open[request.call_id] = None
         try:
             with self._typed(request.call_id):
-                async with self._http.post(f"{self.url}{path}", json=body, timeout=_STREAM) as response:
+                data = msgspec.json.encode(body)  # a prompt is most of it, and comes as JSON already
+                async with self._http.post(f"{self.url}{path}", data=data, headers=_JSON, timeout=_STREAM) as response:
                     self._open[request.call_id] = response
                     await self._accepted(response)
                     async for event in _events(response.content):
@@ -198,6 +199,7 @@ class HttpEngine(ABC):
             await self._abort(call_id)
 
 
+_JSON = {"Content-Type": "application/json"}
 _STREAM = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
 
 

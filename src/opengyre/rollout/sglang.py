@@ -21,6 +21,7 @@ import msgspec
 from opengyre.errors import EngineError
 from opengyre.rollout.base import GenerateRequest, RequestRefused, TokenChunk
 from opengyre.rollout.http import EngineFacts, HttpEngine, Reader, finite, parse_version, runs_of
+from opengyre.rollout.tokens import as_json
 
 TOP = 20  # likeliest tokens looked at by the check of log-probabilities
 REPEATS = "its stream repeats a reply from its start in every event; start it with --incremental-streaming-output"
@@ -55,7 +56,7 @@ class SglangEngine(HttpEngine):
     def _request(self, request: GenerateRequest) -> tuple[str, dict[str, Any]]:
         return "/generate", {
             "rid": request.call_id,
-            "input_ids": request.prompt_ids,
+            "input_ids": as_json(request.prompt_ids),
             "stream": True,
             "return_logprob": True,
             "extra_key": f"weights-{self.version}",

@@ -20,6 +20,7 @@ import msgspec
 from opengyre.errors import EngineError
 from opengyre.rollout.base import GenerateRequest, RequestRefused, TokenChunk
 from opengyre.rollout.http import EngineFacts, HttpEngine, Reader, finite, parse_version, runs_of
+from opengyre.rollout.tokens import as_json
 
 TOP = 20  # most log-probabilities a token that a server gives by default
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -67,9 +68,9 @@ class VllmEngine(HttpEngine):
 
     def _request(self, request: GenerateRequest) -> tuple[str, dict[str, Any]]:
         salt = {"cache_salt": f"weights-{self.version}", "stream": True, "request_id": request.call_id}
-        return self._path, self._body(request.prompt_ids, _sampling(request)) | salt
+        return self._path, self._body(as_json(request.prompt_ids), _sampling(request)) | salt
 
-    def _body(self, prompt_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, prompt_ids: list[int] | msgspec.Raw, sampling: dict[str, Any]) -> dict[str, Any]:
         model = {"model": self.facts.model} if self.facts is not None else {}
         if self._path == TOKENS:
             return {**model, "token_ids": prompt_ids, "sampling_params": sampling}
