@@ -49,8 +49,9 @@ class TextStream:
         """Deltas that became certain with ``ids``."""
         self._ids += ids
         pending = list(self._renderer.without_stop(self._ids))
+        kept = self._ids[len(pending) :]
         before, both = self._renderer.decode(self._seen), self._renderer.decode([*self._seen, *pending])
         if both.endswith("\ufffd") or not both.startswith(before):
             return []
-        self._seen, self._ids = [*self._seen, *pending][-_CONTEXT:], []
+        self._seen, self._ids = [*self._seen, *pending][-_CONTEXT:], kept
         return self._release.feed(both[len(before) :])
