@@ -41,6 +41,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--keepalive", type=float, default=10.0, metavar="S", help="longest silence on a stream")
     parser.add_argument("--stream-tokens", action="store_true", help="as they come; default: a turn is sent whole")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="how long a server may take to come up")
+    parser.add_argument("--poll", type=float, default=5.0, metavar="S", help="how often a server is asked if it lives")
     parser.add_argument("--admin-key", help=f"of the trainer's door; better: {ADMIN_KEY}; default: one is made")
     parser.add_argument("--engine-key", help=f"bearer token the servers want; better: {ENGINE_KEY}")
     parser.set_defaults(run=run)
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         slots=args.slots,
         max_calls=args.max_calls,
         wait_s=args.wait,
+        poll_s=args.poll,
         proxy=ProxyConfig(host=args.host, port=args.port, keepalive_s=args.keepalive, stream_tokens=args.stream_tokens),
     )
     serve(settings, _say, lambda running: _ready(running, settings.folder, given=bool(settings.admin_key)))

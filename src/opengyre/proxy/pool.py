@@ -91,7 +91,7 @@ class Pool:
         if not bad and any(m.state is State.UP for m in self._members):
             return
         reasons = "; ".join(f"{m.engine.url} {m.why}" for m in bad or self._members)
-        raise ConfigError(reasons, where="--engine", right="a running SGLang or vLLM server that serves --model")
+        raise ConfigError(reasons, where="--engine", right=None if bad else "a running SGLang or vLLM server")
 
     async def close(self) -> None:
         """Watch no more, close all connections."""

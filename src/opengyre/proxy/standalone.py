@@ -33,7 +33,7 @@ from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
 from opengyre.proxy.embedded import Embedded
 from opengyre.proxy.external import External, ProxyStore
-from opengyre.proxy.pool import Pool
+from opengyre.proxy.pool import POLL_S, Pool
 from opengyre.proxy.render import Renderer
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Sessions, check_pins
@@ -60,6 +60,7 @@ class Settings:
         slots: calls that one server gets at once.
         max_calls: model calls per session.
         wait_s: how long a server may take to come up.
+        poll_s: how often a server is asked whether it lives.
     """
 
     model: Path
@@ -73,6 +74,7 @@ class Settings:
     slots: int = 256
     max_calls: int = 100_000
     wait_s: float = 600.0
+    poll_s: float = POLL_S
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
 
 
@@ -164,7 +166,7 @@ async def _engines(
     found = await connect(list(settings.engines), settings.kind, api_key=settings.engine_key)
     pool = Pool(
         found, router, renderer, temperature=settings.pins.temperature, slots=settings.slots, say=say,
-        fit_context=settings.context is None,
+        poll_s=settings.poll_s, fit_context=settings.context is None,
     )  # fmt: skip
     stack.push_async_callback(pool.close)
     await pool.start(settings.wait_s)
