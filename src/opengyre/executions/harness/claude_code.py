@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -49,6 +49,11 @@ PATIENT = {
 }
 
 
+PermissionMode = Literal["bypassPermissions", "dontAsk", "acceptEdits", "auto", "plan", "manual"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """``[harness.options]`` for ``kind = "claude_code"``."""
 
@@ -57,13 +62,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     bare: bool = False  # its minimal mode: 3 tools and a short prompt, no sub-agents, no CLAUDE.md
     tools: list[str] | None = None  # of its built-in tools, those offered; None: all
     disallowed_tools: list[str] = []  # e.g. ["WebFetch", "Bash(git push *)"]
-    permission_mode: str = "bypassPermissions"  # dontAsk refuses what ``allowed_tools`` and ``settings`` do not allow
-    allowed_tools: list[str] = []  # allowed without asking, where permissions are not bypassed
+    permission_mode: PermissionMode = "bypassPermissions"  # dontAsk: what is not allowed is refused
+    allowed_tools: list[str] = []  # beside those of ``settings``, where permissions are not bypassed
     settings: dict[str, Any] = {}  # as in its settings.json: permissions, hooks, env, …
-    max_turns: int | None = None  # of the main agent
+    max_turns: Positive | None = None  # of the main agent
     thinking: bool = True  # False: it asks for none
-    reply_tokens: int | None = None  # max_tokens of each call; None: sampling.max_tokens, or a quarter of the context
-    compact_tokens: int | None = None  # it compacts near this many; None: near model.context; 0: only when refused
+    reply_tokens: Positive | None = None  # max_tokens of a call; None: sampling.max_tokens, or context / 4
+    compact_tokens: NotNegative | None = None  # where it compacts; None: near model.context; 0: only when refused
     args: list[str] = []  # further arguments, e.g. ["--append-system-prompt", "…"]
 
 
