@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ from opengyre.samples.build import build_samples
 from player import Part, PlayedEngine, Player
 
 HARNESSES = Path(__file__).resolve().parents[2] / ".harnesses"  # where ./test installs them
+KEEP = "OPENGYRE_KEEP_SESSIONS"  # a folder: sessions played are kept there, with the roles their scripts know
+CALLS = "calls.sqlite"  # where the door keeps its record
 CONTEXT = 200_000  # the test tokenizer makes about as many tokens as bytes, and Claude Code sends 66 kB of tools
 
 # Reward 1 if the workspace holds what the task asks for: {path: content}, given as the third argument.
@@ -167,7 +170,7 @@ class Stage:
         runner = Runner(self.config, harness, door, self.root, lambda *_: None)
         result = await runner.run(name, "q", task)
         session = self.door.sessions.get(name)
-        await self.door.driver.settled(session)
+        await session.settled()
         tree = self.door.store.load_tree(name)
         log = (self.root / "logs" / f"{name}.log").read_text(errors="replace")
         played = Played(result, tree, assign_roles(tree), log, session)
@@ -186,6 +189,8 @@ class Stage:
         for call in tree.calls():
             path = tree.rebuild(call.prompt_node if call.reply_node is None else call.reply_node)
             assert path.ids[: call.prompt_tokens].tolist() == requests[f"{call.meta.call_id}0000"].prompt_ids
+        for leaf, role in played.roles.items():
+            assert role == self.player.roles.get(tree.call_of(leaf).meta.call_id, role), played.draw()
         check_trained_once(tree, played.roles)
 
 
@@ -239,3 +244,13 @@ async def staged(
         for name in "abcdefgh"[:cells]:
             stage.cell(name)
         yield stage
+    if folder := os.environ.get(KEEP):
+        _keep(Path(folder), kind, root, stage.player.roles)
+
+
+def _keep(folder: Path, kind: str, root: Path, roles: dict[str, str]) -> None:
+    """The calls of a stage and who really made them, for ``benchmarks/roles.py``."""
+    place = folder / kind / root.name
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copy(root / CALLS, place / "calls.db")
+    (place / "roles.json").write_text(json.dumps(roles))

@@ -64,6 +64,9 @@ class FakeDoor:
             self.open_ids.remove(execution_id)
             self.log.append(f"close {execution_id}")
 
+    async def settled(self, execution_id: str) -> None:
+        self.log.append(f"settled {execution_id}")
+
     def held_s(self, execution_id: str) -> float:
         return time.monotonic() - self.opened_at[execution_id] if execution_id in self.frozen else 0.0
 

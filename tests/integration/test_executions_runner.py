@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from engines import until
 from executions_world import KINDS, FakeDoor, config, harness, run_once, served, task
 from opengyre.config import HarnessConfig
 from opengyre.errors import SandboxError
@@ -34,7 +35,7 @@ async def test_a_solved_task(kind, tmp_path):
     assert result.checks == {"answer": 1.0} and result.queued_s == 1.5 and not result.tampered
     assert result.boot_s > 0 and result.active_s > 0 and result.score_s > 0
     assert states == [(ID, "running"), (ID, "scoring"), (ID, "done")]
-    assert door.log == [f"open {ID}", f"close {ID}"]
+    assert door.log == [f"open {ID}", f"close {ID}", f"settled {ID}"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["logs"]  # nothing is left but the logs
 
 
@@ -73,7 +74,7 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps({"reward": float(dead and (works
             tmp_path, door, 'open("pid", "w").write(str(os.getpid()))\n' + SOLVE + 'call("solved"); forever()', the_task
         )
     assert (result.outcome, result.reward) == (Outcome.TIMED_OUT, 1.0), result.detail
-    assert result.outcome.scored and door.log == [f"open {ID}", f"close {ID}"]
+    assert result.outcome.scored and door.log == [f"open {ID}", f"close {ID}", f"settled {ID}"]
 
 
 async def test_S10_time_we_hold_a_request_is_not_the_agents(tmp_path):
@@ -248,3 +249,21 @@ async def test_a_folder_that_cannot_be_removed_is_abandoned_and_reported(tmp_pat
             tmp_path, door, SOLVE, make=lambda kind, name, root, *, keep=False: Stuck(name, root, keep=keep)
         )
     assert result.reward == 1.0 and "abandoned" in result.detail
+
+
+async def test_a_result_waits_for_the_calls_that_were_stopped(tmp_path):
+    """What was said in an execution is final when its result is there, the calls its deadline cut included."""
+    async with served(FakeDoor()) as door:
+        recorded = asyncio.Event()
+
+        async def settled(execution_id: str) -> None:
+            await recorded.wait()
+
+        door.settled = settled
+        states = []
+        runner = Runner(config(KINDS[0]), harness(SOLVE), door, tmp_path, lambda *a: states.append(a[3]))
+        running = asyncio.create_task(runner.run(ID, "q000000", task()))
+        await until(lambda: f"close {ID}" in door.log and "scoring" in states)
+        assert not running.done() and "done" not in states
+        recorded.set()
+        assert (await running).outcome is Outcome.FINISHED and states[-1] == "done"

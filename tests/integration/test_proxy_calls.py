@@ -330,7 +330,7 @@ async def test_closing_a_session_ends_its_calls(tmp_path):
         await a.until_sampled(2)
         a.gate.clear()
         door.sessions.close("e")
-        await door.driver.settled(door.session)
+        await door.session.settled()
         assert len(door.session.tree.calls()) == 2 and not a.running
         status, _ = await call
         assert status in (200, 409)

@@ -3,8 +3,8 @@
     boot ────> open session ────> harness ──── model calls ───> door (the proxy)
     (boot_s)                         │  exit, or deadline = agent_s + time held by us
                                      v
-    result <── score <── close session <── everything it started is dead
-            (evaluator_s, per try)        (then late calls find no session)
+    result <── settled <── score <── close session <── everything it started is dead
+      (all calls recorded)  (evaluator_s, per try)        (then late calls find no session)
 
 Who waits for what: each arrow has its own deadline, so an execution always ends. Its outcome is decided by who can
 cause the end: only what the policy cannot provoke goes without a reward. A bad execution is a result, never an
@@ -43,6 +43,10 @@ class Door(Protocol):
     def close(self, execution_id: str) -> None:
         """End the session: calls in flight are stopped, late ones are refused. Closing one
         that is not open does nothing."""
+        ...
+
+    async def settled(self, execution_id: str) -> None:
+        """Wait until the stopped calls of a closed session are recorded: what was said in it is final then."""
         ...
 
     def held_s(self, execution_id: str) -> float:
@@ -133,6 +137,7 @@ class Runner:
         except OpenGyreError as error:  # the sandbox, the door: nothing the policy can reach
             outcome, facts.detail = Outcome.INFRA_ABORT, str(error)
         self._door.close(execution_id)
+        await self._door.settled(execution_id)
         await self._clean(place, task, facts)
         if not outcome.scored:
             facts.reward = None

@@ -186,11 +186,6 @@ class CallDriver:
         session.lost.clear()
         self.router.forget(session.execution_id)
 
-    async def settled(self, session: Session) -> None:
-        """Wait until no call of a session runs; after ``Sessions.close`` its tree is final then."""
-        while session.live:
-            await next(iter(session.live.values())).wait()
-
     async def stop(self) -> None:
         """Take no more calls and end all that run; what was sampled is recorded. Returns when nothing runs."""
         self._stopped = True

@@ -132,7 +132,7 @@ class External:
             if not session.closed:
                 self._sessions.close(execution_id)
                 self._closed.append(execution_id)
-            await self._driver.settled(session)
+            await session.settled()
         result = {
             "execution_id": execution_id,
             "query_id": stored.meta.get("query_id", execution_id),

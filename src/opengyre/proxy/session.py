@@ -121,6 +121,11 @@ class Session:
         if self.closed:
             raise Refusal("this execution has ended", status=409)
 
+    async def settled(self) -> None:
+        """Wait until no call runs; when the session is closed its tree is final then."""
+        while self.live:
+            await next(iter(self.live.values())).wait()
+
     def admit(self) -> None:
         """Count a call in. Raises Refusal: 409 when closed, 403 when its calls are used up."""
         self.check_open()

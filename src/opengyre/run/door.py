@@ -29,6 +29,11 @@ class SessionDoor:
         if execution_id in self._sessions:
             self._sessions.close(execution_id)
 
+    async def settled(self, execution_id: str) -> None:
+        """Wait until no call of a closed session runs; one that was never opened is fine."""
+        if execution_id in self._sessions:
+            await self._sessions.get(execution_id).settled()
+
     def held_s(self, execution_id: str) -> float:
         """Seconds in which a call of the execution waited for us."""
         return self._sessions.held_s(execution_id) if execution_id in self._sessions else 0.0
