@@ -27,7 +27,7 @@ SUFFIX = {"jsonl": ".jsonl", "parquet": ".parquet", "verl": ".parquet", "slime":
 
 
 class Writer(ABC):
-    """Takes samples in order. ``close`` finishes the file; it is not called after an error."""
+    """Takes samples in order. Ends with ``close``, or with ``abandon`` after an error."""
 
     @abstractmethod
     def write(self, item: ExportSample) -> None:
@@ -36,6 +36,9 @@ class Writer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish the file."""
+
+    def abandon(self) -> None:  # noqa: B027  most hold nothing
+        """Free what is held; the file will be removed."""
 
 
 class _JsonLines(Writer):
@@ -73,6 +76,9 @@ class _Parquet(Writer):
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def abandon(self) -> None:
+        self._writer.close()
 
     def _flush(self) -> None:
         columns = [self._column(field, [row[field.name] for row in self._rows]) for field in self._schema]
@@ -153,7 +159,11 @@ def open_writer(path: Path, kind: str) -> Iterator[Writer]:
         with os.fdopen(handle, "wb") as file:
             writer = _Parquet(file, verl=kind == "verl") if "parquet" in SUFFIX[kind] else None
             chosen = writer or _JsonLines(file, slime=kind == "slime")
-            yield chosen
+            try:
+                yield chosen
+            except BaseException:
+                chosen.abandon()
+                raise
             chosen.close()
         Path(name).chmod(0o644)  # mkstemp's 0600 would keep it from the trainer's user
         Path(name).replace(path)
