@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import pytest
 from door import events, opened
 from engines import logprob, until
 from opengyre.errors import ConfigError
+from opengyre.proxy import app
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.dialects.messages import Messages
+from opengyre.proxy.lines import skeleton
+from opengyre.proxy.reader import read
 from opengyre.proxy.request import Asked, prepare
 from opengyre.record.types import Finish
 from policies import HISTORY_REWRITING
@@ -382,3 +386,58 @@ async def test_sub_agent_turns_interleave(tmp_path):  # T04
         first = path_of(door, 0)[0].ids.tolist()
         assert a.requests[2].prompt_ids[: len(first)] == first
         assert path_of(door, 0)[1].meta.tool_names == ("tX",)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+async def test_a_history_that_grows_is_read_on_and_means_the_same(tmp_path, monkeypatch, path):
+    """Prompts are token by token what one that never saw the session renders of recorded ids and new messages."""
+    known = []
+
+    def spy(*args):
+        prepared = prepare(*args)
+        known.append(prepared.request.known)
+        return prepared
+
+    monkeypatch.setattr(app, "prepare", spy)
+    async with opened(tmp_path) as door:
+        a = door.engine("a")
+        history = ["go"]
+        for k in range(6):
+            door.script.replies = [f"reply {k}"]
+            status, _ = await door.post(path, body(*history))
+            assert status == 200
+            history += [f"reply {k}", f"next {k}"]
+        assert known == [0, 1, 3, 5, 7, 9]
+        tree = door.session.tree
+        assert len(tree.leaves()) == 1
+        for request, record in zip(a.requests, tree.calls(), strict=True):
+            assert request.prompt_ids == tree.rebuild(record.prompt_node).ids.tolist()
+        # An edit in the middle is read from there, and forks there.
+        history[4] = "changed"
+        await door.post(path, body(*history))
+        assert known[-1] == 4 and tree.calls()[-1].attach.n_messages == 4 and len(tree.leaves()) == 2
+        whole = door.renderer.render_tail(Messages().parse(body(*history)), 4, tree.last_id(tree.calls()[-1].attach))
+        assert a.requests[-1].prompt_ids[tree.calls()[-1].attach.depth :] == whole.ids
+
+
+async def test_words_that_are_not_recorded_are_read_again(tmp_path):
+    """A line may know more than the tree holds, when its call's keys were never committed here."""
+    async with opened(tmp_path) as door:
+        a = door.engine("a")
+        long = [f"message {i}" for i in range(9)]
+        first = read(Messages(), door.session.history, json.dumps(body(*long[:7])).encode())
+        assert first.line is not None
+        bare = tuple(map(skeleton, first.line.messages))
+        door.sessions.lines.keep("e", replace(first.line, messages=bare))
+        status, _ = await door.post(PATH, body(*long))
+        assert status == 200
+        assert a.requests[0].prompt_ids == door.renderer.render(Messages().parse(body(*long))).ids
+
+
+async def test_lines_are_freed_with_their_session(tmp_path):
+    async with opened(tmp_path) as door:
+        door.engine("a")
+        await door.post(PATH, body("hi"))
+        assert len(door.sessions.lines) == 1
+        door.sessions.close("e")
+        assert len(door.sessions.lines) == 0

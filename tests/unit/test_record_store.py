@@ -7,12 +7,14 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from opengyre.errors import RecordError
+from opengyre.record.call import CommittedCall
 from opengyre.record.store import Store
 from opengyre.record.tree import Tree
 from record_making import Talk, chain, reply
@@ -243,3 +245,62 @@ def test_spans_without_logprobs_come_back_masked(tmp_path: Path):
     path = tree.rebuild(tree.leaves()[0])
     assert path.sampled.sum() == 2 and not path.trainable.any()
     assert np.isnan(path.logprobs).all()
+
+
+def submitted_together(store: Store, puts: list[tuple[str, CommittedCall]]) -> list[Future[None]]:
+    """Submitted before a writer runs, so that one transaction takes them all."""
+    if store._writer is not None:
+        store._waiting.put(None)
+        store._writer.join()
+        store._writer = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: None)
+        futures = [store.submit(name, call) for name, call in puts]
+    assert store._writer is not None
+    store._writer.start()
+    return futures
+
+
+def test_calls_that_wait_share_a_transaction_and_fail_alone(tmp_path: Path):
+    with Store.open(tmp_path / "calls.db") as store:
+        talks = [record(store, f"e{i}", 1, 8) for i in range(4)]
+        calls = [talk.prepare([(5,)], (i,)) for i, talk in enumerate(talks)]
+        statements: list[str] = []
+        store._db.set_trace_callback(statements.append)
+        puts = [(f"e{i}", call) for i, call in enumerate(calls)]
+        puts[1:1] = [("unknown", calls[0]), ("e0", calls[0])]  # no such execution; stored already by the first
+        futures = submitted_together(store, puts)
+        failed = {i for i, future in enumerate(futures) if future.exception(timeout=30)}
+        assert failed == {1, 2} and all(isinstance(futures[i].exception(), RecordError) for i in failed)
+        assert sum(s.startswith("COMMIT") for s in statements) == 1
+    with Store.open(tmp_path / "calls.db", readonly=True) as store:
+        assert [e.calls for e in store.executions()] == [2] * 4
+
+
+def test_a_transaction_that_fails_as_a_whole_costs_only_the_calls_that_do_not_fit(tmp_path: Path):
+    with Store.open(tmp_path / "calls.db") as store:
+        talks = [record(store, f"e{i}", 1, 8) for i in range(3)]
+        (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+        store._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+        huge = tuple(np.random.default_rng(1).integers(10, 150_000, 20_000).tolist())
+        calls = [talk.prepare([(5,)], answer) for talk, answer in zip(talks, [(1,), huge, (2,)], strict=True)]
+        futures = submitted_together(store, [(f"e{i}", call) for i, call in enumerate(calls)])
+        assert [future.exception(timeout=30) is None for future in futures] == [True, False, True]
+        assert [e.calls for e in store.executions()] == [2, 1, 2]
+
+
+def test_closing_writes_what_was_submitted(tmp_path: Path):
+    store = Store.open(tmp_path / "calls.db")
+    talk = record(store, "e", 1, 8)
+    futures = []
+    for i in range(20):
+        call = talk.prepare([(i, 5)], (i,))
+        futures.append(store.submit("e", call))
+        talk.tree.commit(call)
+    store.close()
+    store.close()
+    assert all(future.done() and future.exception() is None for future in futures)
+    with pytest.raises(RecordError, match="closed"):
+        store.put("e", talk.prepare([(99,)], (1,)))
+    with Store.open(tmp_path / "calls.db", readonly=True) as again:
+        assert same(again.load_tree("e"), talk.tree)
