@@ -56,12 +56,15 @@ class Ask:
 class Say:
     """An answer in the model's own format, and what happens on the way.
 
+    ``role``: whose turn it is, which the script knows and role rules must find out; a plain string is the main agent's,
+    None is not told.
     ``trouble``: (after so many tokens of this call, what) in order; what is ``dies``, ``preempted`` (its KV goes
     along), ``preempted_without_kv``, or a coroutine function awaited there with the engine (silence, a role switch).
     """
 
     text: str
     trouble: list[tuple[int, str | Callable[[ScriptedEngine], Awaitable[Any]]]] = field(default_factory=list)
+    role: str | None = None
 
 
 Part = Callable[[Ask], str | Say]
@@ -83,7 +86,7 @@ def calls(*tools: tuple[str, dict[str, Any]], text: str = "") -> str:
 class Player:
     """What the engines of a test say: ``part`` is asked once per model call, wherever the call then goes on.
 
-    ``asked`` and ``said`` are kept in the order of first requests.
+    ``asked`` and ``said`` are kept in the order of first requests, ``roles`` by call id.
     """
 
     def __init__(self, renderer: Renderer, part: Part) -> None:
@@ -91,6 +94,7 @@ class Player:
         self._tokenizer = policies.tokenizer()  # the renderer's own decoding leaves out what separates messages
         self.asked: list[Ask] = []
         self.said: list[Say] = []
+        self.roles: dict[str, str] = {}
         self._plans: dict[str, tuple[int, list[int], Say]] = {}
 
     def plan(self, request: GenerateRequest) -> tuple[int, list[int], Say]:
@@ -99,9 +103,11 @@ class Player:
         if call not in self._plans:
             ask = self.read(request)
             said = self.part(ask)
-            say = said if isinstance(said, Say) else Say(said)
+            say = said if isinstance(said, Say) else Say(said, role="main")
             self.asked.append(ask)
             self.said.append(say)
+            if say.role is not None:
+                self.roles[call] = say.role
             ids = [*self._renderer.encode(say.text), *self._renderer.stop_token_ids]
             self._plans[call] = (len(request.prompt_ids), ids, say)
         start, ids, say = self._plans[call]

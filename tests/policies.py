@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from opengyre.proxy.render import Renderer
@@ -95,18 +97,18 @@ _MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 _CORPUS = ["international user assistant system the tool name arguments tokens of a turn and the next\n" * 4]
 
 
-def tokenizer() -> Tokenizer:
-    """Byte-level BPE with a few merges: any text, and fewer tokens than bytes."""
+def tokenizer(corpus: Sequence[str] = _CORPUS, vocabulary: int = 400) -> Tokenizer:
+    """Byte-level BPE with a few merges: any text, and fewer tokens than bytes. More of both, and it is a real one."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=vocabulary,
         min_frequency=1,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    made.train_from_iterator(_CORPUS, trainer)
+    made.train_from_iterator(corpus, trainer)
     made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIAL])
     made.add_tokens([AddedToken(t, special=False, normalized=False) for t in _MARKERS])
     return made

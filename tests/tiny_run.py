@@ -39,12 +39,12 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps({"reward": reward, "checks": {}}
 """
 
 
-def make_model(folder: Path, *, hidden_size: int = 32) -> Path:
-    """A random Qwen3 with a real tokenizer and chat template."""
+def make_model(folder: Path, *, hidden_size: int = 32, context: int = 2048, tokenizer: Any = None) -> Path:
+    """A random Qwen3 with a real tokenizer (``policies.tokenizer`` if none is given) and chat template."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = policies.tokenizer()
+    tokenizer = tokenizer or policies.tokenizer()
     torch.manual_seed(0)
     end = tokenizer.token_to_id("<|im_end|>")
     config = Qwen3Config(
@@ -55,7 +55,7 @@ def make_model(folder: Path, *, hidden_size: int = 32) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=2048,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         eos_token_id=end,
     )

@@ -68,15 +68,16 @@ def delegate(prompt: str, *, background: bool) -> tuple[str, dict[str, object]]:
     }
 
 
-def errand(ask: Ask) -> str:
+def errand(ask: Ask) -> Say:
     """A sub-agent: writes the file that its prompt names."""
     name = ask.task.rpartition("FILE ")[2].split()[0]
-    return calls(bash(f"echo {name} > {name}")) if ask.turns == 0 else f"{name} is written."
+    text = calls(bash(f"echo {name} > {name}")) if ask.turns == 0 else f"{name} is written."
+    return Say(text, role="sub_agent")
 
 
 @pytest.mark.parametrize("background", [False, True])
 async def test_a_sub_agent_is_a_leaf_of_its_own(tmp_path, background):
-    def part(ask: Ask) -> str:
+    def part(ask: Ask) -> str | Say:
         if SUB in ask.system:
             return errand(ask)
         if ask.turns == 0:
@@ -96,7 +97,9 @@ async def test_two_sub_agents_at_once(tmp_path):
 
     def part(ask: Ask) -> str | Say:
         if SUB in ask.system:
-            return Say(errand(ask), [(0, lambda _: both.wait())]) if ask.turns == 0 else errand(ask)
+            said = errand(ask)
+            said.trouble = [] if ask.turns else [(0, lambda _: both.wait())]
+            return said
         if ask.turns == 0:
             return calls(delegate("Write FILE one .", background=False), delegate("Write FILE two .", background=False))
         return "Both written."
@@ -110,11 +113,12 @@ async def test_two_sub_agents_at_once(tmp_path):
 async def test_a_sub_agent_that_is_sent_on(tmp_path):
     """SendMessage takes a sub-agent up again, with other tools: its history is another one from the start."""
 
-    def part(ask: Ask) -> str:
+    def part(ask: Ask) -> str | Say:
         if SUB in ask.system:
             if "FILE two" in ask.last:
-                return calls(bash("echo two > two"))
-            return "two is written." if "FILE two" in ask and ask.turns > 2 else errand(ask)
+                return Say(calls(bash("echo two > two")), role="sub_agent")
+            more = "FILE two" in ask and ask.turns > 2
+            return Say("two is written.", role="sub_agent") if more else errand(ask)
         if ask.turns == 0:
             return calls(delegate("Write FILE one .", background=False))
         if ask.turns == 1:

@@ -10,7 +10,7 @@ import pytest
 
 from clients import needs, staged
 from opengyre.record.types import Finish
-from player import Ask, calls, thinks
+from player import Ask, Say, calls, thinks
 
 needs("claude_code")
 
@@ -20,16 +20,17 @@ WANTED = "\n".join(map(str, range(STEPS)))
 CONTEXT = 48_000  # bare mode's prompt is 3k tokens of it and its request to summarise 6k, by the test tokenizer
 
 
-def stepping(ask: Ask) -> str:
+def stepping(ask: Ask, who: str = "main") -> Say:
     """Work whose output fills the context: 12k tokens a step."""
     if COMPACT in ask.last:
-        return "<analysis>\nlooked back\n</analysis>\n<summary>\nSome steps are done; go on.\n</summary>"
+        said = "<analysis>\nlooked back\n</analysis>\n<summary>\nSome steps are done; go on.\n</summary>"
+        return Say(said, role=f"{who}_summary")
     step = max((n for n in range(STEPS) if f"STEP{n}:" in ask), default=-1) + 1
     if step == STEPS:
-        return "All steps done."
+        return Say("All steps done.", role=who)
     fill = "head -c 12000 /dev/zero | tr '\\0' x"
     command = f"echo {step} >> steps; echo STEP{step}:; {fill}"
-    return thinks(f"step {step}", calls(("Bash", {"command": command, "description": "a step"})))
+    return Say(thinks(f"step {step}", calls(("Bash", {"command": command, "description": "a step"}))), role=who)
 
 
 @pytest.mark.parametrize("how", ["refused", "usage"])
@@ -49,9 +50,9 @@ async def test_compaction(tmp_path, how):
 
 
 async def test_a_sub_agent_compacts_likewise(tmp_path):
-    def part(ask: Ask) -> str:
+    def part(ask: Ask) -> str | Say:
         if "You are an agent for Claude Code" in ask.system:
-            return stepping(ask)
+            return stepping(ask, "sub_agent")
         prompt = {"description": "steps", "prompt": "Do the steps.", "subagent_type": "general-purpose"}
         return "All done." if ask.turns else calls(("Agent", {**prompt, "run_in_background": False}))
 
