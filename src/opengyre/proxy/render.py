@@ -22,6 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
+import msgspec
 from tokenizers import Tokenizer
 
 from opengyre.errors import ConfigError
@@ -170,7 +171,7 @@ class Renderer:
             i += n
             if messages[i - 1].role == "assistant":
                 ids += self._fixed(self._separator)
-        before = self._wording.role(messages[-1], len(messages) == 1)
+        before = self._wording.role_of(messages[-1].role, len(messages) == 1)
         return Rendered(ids + self._fixed(self._wording.generation(before, thinking)), ends)
 
     def _unit(self, conversation: Conversation, i: int) -> tuple[Sequence[int], int]:
@@ -187,7 +188,7 @@ class Renderer:
         if messages[i].role == "tool" and self._wording.joins_results:
             while i + n < len(messages) and messages[i + n].role == "tool":
                 n += 1
-        unit, before = messages[i : i + n], self._wording.role(messages[i - 1], i == 1)
+        unit, before = messages[i : i + n], self._wording.role_of(messages[i - 1].role, i == 1)
         names = self._names(messages, i, n) if messages[i].role == "tool" else {}
         key = _digest(before, thinking, unit, names)
         if (known := self._cache.get(key)) is not None:
@@ -264,7 +265,11 @@ class Renderer:
 
 
 def _digest(*values: object) -> bytes:
-    return blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    try:
+        text = msgspec.msgpack.encode(values)
+    except (OverflowError, ValueError):  # an integer of more than 64 bits, a lone surrogate
+        text = repr(values).encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=16).digest()
 
 
 class _TokenCache:

@@ -41,6 +41,8 @@ class Wording:
         self._end = ""  # what the template writes behind a conversation that no reply is asked for
         self._take_conventions()
         self._contexts = lru_cache(maxsize=64)(self._contexts_of)
+        self.generation = lru_cache(maxsize=16)(self._generation)
+        self.role_of = lru_cache(maxsize=16)(self._role_of)
         self._can_write = lru_cache(maxsize=16)(self._can_write)  # type: ignore[method-assign]
         self._takes_system = lru_cache(maxsize=16)(self._takes_system)  # type: ignore[method-assign]
         self._tools_place = lru_cache(maxsize=16)(self._tools_place)  # type: ignore[method-assign]
@@ -106,7 +108,7 @@ class Wording:
     def _pair(self, plain: Plain, following: Message) -> list[Plain]:
         return [plain, self._plain(following, plain["role"], {})]
 
-    def generation(self, before: str, thinking: bool | None) -> str:
+    def _generation(self, before: str, thinking: bool | None) -> str:
         """What makes the model answer after a message with role ``before``."""
         for context in (self._contexts(before)[0], self._contexts("user")[0]):
             if (prefix := self._prefix(context, thinking)) is None:
@@ -116,11 +118,11 @@ class Wording:
                 return text[len(prefix) :]
         raise Refusal("the chat template refuses a user message")
 
-    def role(self, message: Message, first: bool) -> str:
+    def _role_of(self, role: str, first: bool) -> str:
         """The role a message comes out with: the template may know no system message there, or no tool results."""
-        if message.role == "system" and self._format.write(message) is None:
+        if role == "system" and self._format.write(Message(role, ())) is None:
             return "system" if self._takes_system("" if first else "user") else "user"
-        return "user" if message.role == "tool" and not self._writes_results else message.role
+        return "user" if role == "tool" and not self._writes_results else role
 
     def openings(self) -> list[str]:
         """What user turns and tool results after an assistant turn begin with."""
