@@ -73,13 +73,14 @@ async def opened(
     folder: Path,
     *,
     template: str = CHATML,
+    render: Renderer | None = None,
     context: int = 100_000,
     pins: Any = None,
     max_calls: int = 1000,
     **proxy: Any,
 ):
     """A running proxy with one open execution, ``e``, and no engine yet."""
-    render = renderer(template, context=context)
+    render = render or renderer(template, context=context)
     store = Store.open(folder / "calls.sqlite")
     sessions, router = Sessions(store, max_calls=max_calls), Router()
     driver = CallDriver(render, router, sessions)
