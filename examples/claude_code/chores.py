@@ -93,7 +93,7 @@ SHELL = {
 
 @dataclass(frozen=True, slots=True)
 class Chore:
-    """One line of TODO.md: a shell chore on ``subject``, a file; or ``kind`` "set": ``subject``, a key, to ``value``."""
+    """One line of TODO.md: a shell chore on ``subject``, a file; or "set": ``subject``, a key, to ``value``."""
 
     label: str
     kind: str

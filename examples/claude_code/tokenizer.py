@@ -19,6 +19,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>")
 STOP = "<|im_end|>"
 CUTS = (STOP, "<|im_start|>", *MARKERS)  # no piece of text that a merge may see holds one
+FIRST = len(SPECIAL)  # token that is not special
 BYTES = 256 + len(SPECIAL) + len(MARKERS)  # the smallest vocabulary: no merges
 _ALONE = rf"\A[a-z]+\n|\b(?:{'|'.join((*FILES, *KEYS, *LABELS, 'OK', 'FAILED'))})\b|[0-9]"
 

@@ -124,6 +124,12 @@ def test_a_model_of_another_vocabulary_is_refused(run: Path, model_dir: Path, tm
         fine_tune([run], model_dir, tmp_path / "out", SftConfig(), lambda line: None)
 
 
+def test_the_loss_of_whoever_was_recorded_comes_from_the_recorded_log_probabilities(run: Path) -> None:
+    recorded = read_recorded([run], Keep())
+    means = [-float(s.logprobs[s.mask].astype("f8").mean()) for r in recorded for s in r.samples]
+    assert sft.own_loss(recorded, SftConfig()) == pytest.approx(sum(means) / len(means))
+
+
 def test_the_rate_rises_then_falls_and_is_never_0() -> None:
     config = SftConfig(learning_rate=1.0, warmup=0.1)
     rates = [rate_at(step, 100, config) for step in range(100)]

@@ -93,7 +93,7 @@ def fine_tune(sources: Sequence[Path], model_dir: Path, out: Path, config: SftCo
     tokens = sum(r.tokens for r in train)
     say(
         f"{len(train)} executions, {tokens} sampled tokens, {len(held_out)} executions held out;"
-        f" {sft.steps} steps in {config.epochs} epochs"
+        f" {sft.steps} steps in {config.epochs} epochs; loss of whoever sampled them {own_loss(recorded, config):.4f}"
     )
     result = sft.run(work)
     _publish(trainer, work, out)
@@ -195,6 +195,13 @@ def mean_loss(trainer: TorchTrainer, recorded: Sequence[Recorded], config: SftCo
     for packed in trainer.forward.plan(samples, config.micro_step_tokens):
         nats = -trainer.forward.logprobs(packed, config.micro_step_tokens).double().cpu().numpy()
         total += float((nats * np.asarray([s.weight for s in packed.samples])[packed.rows]).sum())
+    return total / voices_of(recorded, config)
+
+
+def own_loss(recorded: Sequence[Recorded], config: SftConfig) -> float:
+    """The same loss of the policy that was recorded, from its own log-probabilities: what cannot be fallen below."""
+    samples = [sample for r in recorded for sample in r.samples]
+    total = sum(-float(s.logprobs[s.mask].astype(np.float64).sum()) * s.weight for s in samples)
     return total / voices_of(recorded, config)
 
 
