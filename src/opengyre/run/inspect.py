@@ -23,8 +23,7 @@ class Checked:
 
 def list_executions(run_dir: Path) -> str:
     """One line per execution: id, calls, outcome, reward."""
-    load_run(run_dir)
-    with Store.open(run_dir / "calls.db", readonly=True) as store:
+    with _calls(run_dir) as store:
         rows = []
         for execution in store.executions():
             outcome = execution.outcome or {}
@@ -37,8 +36,7 @@ def list_executions(run_dir: Path) -> str:
 
 def draw_execution(run_dir: Path, execution_id: str) -> str:
     """The tree of one execution as text. Raises RecordError for an unknown one."""
-    load_run(run_dir)
-    with Store.open(run_dir / "calls.db", readonly=True) as store:
+    with _calls(run_dir) as store:
         tree = store.load_tree(execution_id)
         stored = store.execution(execution_id)
     samples = (stored.outcome or {}).get("samples", [])
@@ -48,9 +46,8 @@ def draw_execution(run_dir: Path, execution_id: str) -> str:
 
 def replay(run_dir: Path, execution_id: str | None = None) -> tuple[Checked, list[str]]:
     """Rebuild every path and compare it with what the engine saw and sampled; returns what differs, one line each."""
-    load_run(run_dir)
     checked, differences = Checked(), []
-    with Store.open(run_dir / "calls.db", readonly=True) as store:
+    with _calls(run_dir) as store:
         names = [execution_id] if execution_id else [e.execution_id for e in store.executions()]
         for name in names:
             tree = store.load_tree(name, verify=False)
@@ -60,3 +57,11 @@ def replay(run_dir: Path, execution_id: str | None = None) -> tuple[Checked, lis
             checked.tokens += tree.unique_tokens
             differences += [f"{name}: {line}" for line in check_tree(tree)]
     return checked, differences
+
+
+def _calls(run_dir: Path) -> Store:
+    """The calls of a run, or of a record that opengyre proxy keeps. Raises ConfigError when there are none."""
+    file = run_dir / "calls.db"
+    if not file.is_file():
+        load_run(run_dir)  # says so if it is no run at all
+    return Store.open(file, readonly=True)
