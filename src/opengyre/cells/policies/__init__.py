@@ -8,11 +8,13 @@ from opengyre.cells.policies.async_ import AsyncPolicy
 from opengyre.cells.policies.base import Policy, PolicyMaker
 from opengyre.cells.policies.colocate import ColocatePolicy
 from opengyre.cells.policies.elastic import ElasticPolicy
+from opengyre.cells.policies.elastic_plus import ElasticPlusPolicy
 from opengyre.cells.policies.lend import LendPolicy
 from opengyre.config import RunConfig
 from opengyre.errors import ConfigError, boundary
 
-POLICIES: dict[str, PolicyMaker] = {p.name: p for p in (ElasticPolicy, ColocatePolicy, AsyncPolicy, LendPolicy)}
+_MAKERS = (ElasticPolicy, ElasticPlusPolicy, ColocatePolicy, AsyncPolicy, LendPolicy)
+POLICIES: dict[str, PolicyMaker] = {p.name: p for p in _MAKERS}
 
 
 def make_policy(config: RunConfig, name: str | None = None) -> Policy:

@@ -20,7 +20,8 @@ from opengyre.config import RunConfig
 
 
 class CellView(msgspec.Struct, frozen=True):
-    """One cell. ``since``: when it entered its state, seconds on the run's clock; ``running``: calls it serves now."""
+    """One cell. ``since``: when it entered its state, seconds on the run's clock; ``running``: calls it serves now;
+    ``kv_tokens``: KV it holds, running calls and cached prefixes."""
 
     name: str
     core: bool
@@ -28,6 +29,7 @@ class CellView(msgspec.Struct, frozen=True):
     version: int
     running: int | None
     since: float
+    kv_tokens: int | None = None
 
     @property
     def heading(self) -> Role | None:
@@ -57,6 +59,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     ready_groups: int = 0  # completed groups that wait for the next step
     micro_step_s: float | None = None  # what one takes, measured
     step_eta_s: float | None = None  # until the open step has all its groups, estimated
+    next_group_s: float | None = None  # until the next group completes, estimated
     switch_cost_s: float | None = None  # what one switch takes, measured
     switches: int = 0
     trainer_idle_steps: int = 0  # steps so far in which a training cell waited for groups
@@ -87,14 +90,23 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What to do now, and why - also why nothing."""
+    """What to do now, and why - also why nothing.
+
+    ``admit``: how many of the admissible queries to start now; None: all. More than is admissible is never started.
+    """
 
     actions: list[Action]
     reason: str
+    admit: int | None = None
 
 
 class Policy(Protocol):
-    """When cells change role."""
+    """When cells change role.
+
+    A step is committed while the core is in the training role: a policy that takes it out brings it back when the step
+    is full. A policy with ``wants_outlook = True`` gets ``next_group_s`` and ``step_eta_s``, as soon as they can be
+    estimated; to others they are None, for an estimate costs milliseconds.
+    """
 
     name: str
     moves_core: bool  # True if it may take the core cell out of training
@@ -105,6 +117,27 @@ class Policy(Protocol):
 
 
 PolicyMaker = Callable[[RunConfig], Policy]
+
+
+class IdleSteps:
+    """Counts the steps in which a training cell waited for groups after the first had come: it was there too early."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._noted = -1
+
+    def note(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with the count; each version's step counts once."""
+        s = snapshot
+        waits = s.step_open and not s.step_full and not s.claimable_micro_steps and not s.claimed_micro_steps
+        if waits and s.step_groups and s.training() and s.version != self._noted:
+            self.steps, self._noted = self.steps + 1, s.version
+        return msgspec.structs.replace(s, trainer_idle_steps=self.steps)
+
+
+def wants_outlook(policy: Policy) -> bool:
+    """True if estimates of what is to come are to be made for it."""
+    return bool(getattr(policy, "wants_outlook", False))
 
 
 def hold(reason: str) -> Decision:

@@ -39,6 +39,7 @@ class LendPolicy:
 
     name = "lend"
     moves_core = True
+    wants_outlook = True
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
