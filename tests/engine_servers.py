@@ -34,6 +34,7 @@ class EngineServer:
         die_after: drop every connection after so many tokens of a call.
         status: answer calls with this status.
         raw: log-probabilities before temperature.
+        deaf: calls are not even answered with a status before the gate opens.
         versions: labels of the weights: the present one last.
         on_token: told (tokens of the call so far) after each.
     """
@@ -46,7 +47,7 @@ class EngineServer:
         self.gate.set()
         self.die_after: int | None = None
         self.status: int | None = None
-        self.raw = False
+        self.raw = self.deaf = False
         self.version = "0"
         self.events_per_token = 1
         self.requests: list[dict[str, Any]] = []
@@ -172,6 +173,8 @@ class SglangServer(EngineServer):
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        if self.deaf:
+            await self.gate.wait()
         if self.status is not None:
             return web.json_response({"error": {"message": "busy"}}, status=self.status)
         sampling = body["sampling_params"]
@@ -254,6 +257,8 @@ class VllmServer(EngineServer):
         self, request: web.Request, body: dict[str, Any], prompt: list[int], sampling: dict[str, Any], choice: Any
     ) -> web.StreamResponse:
         self.requests.append(body)
+        if self.deaf:
+            await self.gate.wait()
         if self.status is not None:
             return web.json_response({"error": {"message": "busy", "code": self.status}}, status=self.status)
         if not 0 < sampling["temperature"] <= 2:

@@ -193,14 +193,17 @@ async def test_a_server_that_dies_is_an_engine_error_and_its_tokens_stay(way):
             await engine.load()
 
 
-async def test_a_server_that_hangs_can_be_abandoned():
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_server_that_hangs_can_be_abandoned(answers):
     async with up("vllm") as (server, engine):
         server.gate.clear()
+        server.deaf = not answers
         task = asyncio.create_task(take(engine, asks()))
-        await until(lambda: engine._open.get(asks().call_id) is not None)
+        await until(lambda: server.requests)
         engine.abandon("missed three health checks")
         with pytest.raises(EngineError, match="missed three health checks"):
             await task
+        server.gate.set()
 
 
 @pytest.mark.parametrize("way", WAYS)

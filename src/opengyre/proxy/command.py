@@ -32,8 +32,10 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=("auto", "sglang", "vllm"), default="auto", help="auto: it is asked")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free one")
+    parser.add_argument("--public-url", default="", metavar="URL", help="where harnesses reach it, if elsewhere")
     parser.add_argument("--dir", type=Path, default=Path("proxy-record"), metavar="RECORD_DIR", help="where it records")
     parser.add_argument("--context", type=_positive, metavar="N", help="tokens a call may have; default: what fits")
+    parser.add_argument("--format", metavar="NAME", help="how the model writes turns; default: as its template does")
     parser.add_argument("--temperature", type=float, default=1.0, help="of every call, whatever the harness asks")
     parser.add_argument("--max-tokens", type=_positive, metavar="N", help="cap on one reply")
     parser.add_argument("--max-calls", type=_positive, default=100_000, metavar="N", help="model calls per session")
@@ -69,11 +71,13 @@ def run(args: argparse.Namespace) -> int:
         engine_key=args.engine_key or os.environ.get(ENGINE_KEY),
         admin_key=args.admin_key or os.environ.get(ADMIN_KEY, ""),
         context=args.context,
+        format=args.format,
         pins=SamplingConfig(temperature=args.temperature, max_tokens=args.max_tokens),
         slots=args.slots,
         max_calls=args.max_calls,
         wait_s=args.wait,
         poll_s=args.poll,
+        public_url=args.public_url,
         proxy=ProxyConfig(host=args.host, port=args.port, keepalive_s=args.keepalive, stream_tokens=args.stream_tokens),
     )
     serve(settings, _say, lambda running: _ready(running, settings.folder, given=bool(settings.admin_key)))

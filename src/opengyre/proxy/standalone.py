@@ -41,6 +41,7 @@ from opengyre.rollout.http_kinds import Kind, connect
 
 SETTINGS_FILE = "proxy.json"
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # what token ids depend on
+ANY_ADDRESS = ("0.0.0.0", "::", "")
 Say = Callable[[str], None]
 
 
@@ -56,11 +57,13 @@ class Settings:
         engine_key: bearer token that they want.
         admin_key: of the trainer's door; empty: one is made.
         context: tokens, prompt and reply together; None: what model and servers take.
+        format: how the model writes turns; None: found from its chat template.
         pins: of sessions that bring none of their own.
         slots: calls that one server gets at once.
         max_calls: model calls per session.
         wait_s: how long a server may take to come up.
         poll_s: how often a server is asked whether it lives.
+        public_url: where harnesses reach the proxy; empty: host and port.
     """
 
     model: Path
@@ -70,11 +73,13 @@ class Settings:
     engine_key: str | None = None
     admin_key: str = ""
     context: int | None = None
+    format: str | None = None
     pins: SamplingConfig = field(default_factory=SamplingConfig)
     slots: int = 256
     max_calls: int = 100_000
     wait_s: float = 600.0
     poll_s: float = POLL_S
+    public_url: str = ""
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
 
 
@@ -125,7 +130,10 @@ async def running(settings: Settings, say: Say) -> AsyncIterator[Running]:
         CellError: the embedded engine did not start.
     """
     pins = check_pins(settings.pins)
-    renderer = Renderer.load(settings.model, context=settings.context)
+    if settings.proxy.host in ANY_ADDRESS and not settings.public_url:
+        what = f"is needed with --host {settings.proxy.host}: harnesses must be told an address they can reach"
+        raise ConfigError(what, where="--public-url", right="http://this-machine:port")
+    renderer = Renderer.load(settings.model, context=settings.context, format=settings.format)
     async with AsyncExitStack() as stack:
         stack.callback(_claim(settings).close)
         store = ProxyStore.open(settings.folder / "calls.db")
@@ -151,6 +159,7 @@ async def running(settings: Settings, say: Say) -> AsyncIterator[Running]:
         reopened = external.reopen()
         await server.start(settings.proxy.host, settings.proxy.port)
         stack.push_async_callback(server.stop)
+        sessions.base_url = settings.public_url.rstrip("/") or sessions.base_url
         yield Running(sessions.base_url, admin_key, external, reopened)
 
 

@@ -5,9 +5,9 @@
     iterator closed ──▶ connection closed, and an explicit abort where the server needs one
     abandon(reason) ──▶ every open response closed: its call gets an EngineError and goes on elsewhere
 
-A subclass says how a request is written, how an event is read, and which server it is for. No call has a deadline of
-its own, for a prompt may wait long for its turn; whether the *server* lives is asked apart from the calls
-(proxy/pool.py), which then calls ``abandon``.
+A subclass says how a request is written, how an event is read, and which server it is for. A prompt may wait long for
+its turn, so a silent call is given up late; whether the *server* lives is asked apart from the calls (proxy/pool.py),
+which then calls ``abandon``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, ClassVar, Protocol
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,10 +25,14 @@ from opengyre.errors import EngineError
 from opengyre.rollout.base import EngineLoad, GenerateRequest, RequestRefused, TokenChunk
 
 CONNECT_S = 10.0  # a server that does not accept by then is as good as down
+SILENCE_S = 900.0  # a call without a word for as long is taken for lost: servers were seen to park one for ever
 ASK_S = 30.0  # SGLang's own health check gives its scheduler 20 s
 OVERLOADED = (408, 425, 429)  # the 4xx that pass; every other one says that this request will never do
 TOKEN_NEVER = -9999.0  # what vLLM sends for a log-probability it has not, or that is -inf or NaN
 DETAIL_CHARS = 300  # of a server's own words in an error
+
+
+T = TypeVar("T")
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -65,8 +69,7 @@ class HttpEngine(ABC):
         self.facts: EngineFacts | None = None
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
-        self._open: dict[str, aiohttp.ClientResponse | None] = {}
-        self._abandoned: dict[str, str] = {}
+        self._open: dict[str, asyncio.Future[str]] = {}  # per call, done with the reason when it is abandoned
         self._aborts: set[asyncio.Task[None]] = set()
 
     # -- one per server kind -----------------------------------------------------------------------------------------
@@ -100,12 +103,13 @@ class HttpEngine(ABC):
         """Stream a call's tokens; closing the iterator aborts the call. See ``RolloutEngine.generate``."""
         path, body = self._request(request)
         reader, finished = self._reader(request), False
-        self._open[request.call_id] = None
+        gone = self._open[request.call_id] = asyncio.get_running_loop().create_future()
         try:
-            with self._typed(request.call_id):
+            with self._typed(gone):
                 data = msgspec.json.encode(body)  # a prompt is most of it, and comes as JSON already
-                async with self._http.post(f"{self.url}{path}", data=data, headers=_JSON, timeout=_STREAM) as response:
-                    self._open[request.call_id] = response
+                ask = self._http.post(f"{self.url}{path}", data=data, headers=_JSON, timeout=_STREAM)
+                async with await _unless(gone, ask) as response:
+                    gone.add_done_callback(lambda _: response.close())
                     await self._accepted(response)
                     async for event in _events(response.content):
                         chunk = reader.take(event)
@@ -116,8 +120,7 @@ class HttpEngine(ABC):
                             return
             raise EngineError("ended its stream in the middle of a call", where=self._where)
         finally:
-            self._open.pop(request.call_id, None)
-            self._abandoned.pop(request.call_id, None)
+            del self._open[request.call_id]
             if not finished:
                 task = asyncio.create_task(self._abort_quietly(request.call_id), name=f"abort {request.call_id}")
                 self._aborts.add(task)
@@ -135,10 +138,9 @@ class HttpEngine(ABC):
 
     def abandon(self, reason: str) -> None:
         """The server is gone or hangs: all calls here end with an EngineError."""
-        for call_id, response in self._open.items():
-            self._abandoned[call_id] = reason
-            if response is not None:
-                response.close()
+        for gone in self._open.values():
+            if not gone.done():
+                gone.set_result(reason)
 
     async def close(self) -> None:
         """Close all connections; aborts under way are finished first."""
@@ -187,11 +189,11 @@ class HttpEngine(ABC):
         raise (RequestRefused if never else EngineError)(f"{response.status} {said}".strip(), where=self._where)
 
     @contextlib.contextmanager
-    def _typed(self, call_id: str = "") -> Iterator[None]:
+    def _typed(self, gone: asyncio.Future[str] | None = None) -> Iterator[None]:
         try:
             yield
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as cause:
-            reason = self._abandoned.get(call_id) or f"{type(cause).__name__}: {cause}"
+            reason = gone.result() if gone is not None and gone.done() else f"{type(cause).__name__}: {cause}"
             raise EngineError(reason, where=self._where) from cause
 
     async def _abort_quietly(self, call_id: str) -> None:
@@ -200,7 +202,20 @@ class HttpEngine(ABC):
 
 
 _JSON = {"Content-Type": "application/json"}
-_STREAM = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+_STREAM = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+
+
+async def _unless(gone: asyncio.Future[str], ask: Coroutine[Any, Any, T]) -> T:
+    """The answer to ``ask``, or a TimeoutError as soon as ``gone`` is done."""
+    asking = asyncio.ensure_future(ask)
+    either: set[asyncio.Future[Any]] = {asking, gone}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise TimeoutError
+        return asking.result()
+    finally:
+        asking.cancel()
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
