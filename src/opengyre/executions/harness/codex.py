@@ -82,8 +82,8 @@ class Codex:
             "analytics": {"enabled": False},
             "feedback": {"enabled": False},
             "history": {"persistence": "none"},
+            "agents": {"enabled": options.sub_agents},
             "features": {
-                "multi_agent": options.sub_agents,
                 "goals": options.goals,
                 **dict.fromkeys(("apps", "plugins", "remote_plugin"), False),  # fetched from the vendor's servers
             },

@@ -10,8 +10,8 @@
 Exit code 0 is all it says: it ends so when the last turn ended, and also when it gave up (a refused prompt that cannot
 be compacted, a 403 or 409); the printed events tell them apart (``"type":"error"``).
 
-It compacts when the proxy answers ``context_length_exceeded`` or "prompt is too long", and before that, when a call's
-prompt and reply leave less than one reply of the context it was told.
+It compacts when the proxy answers ``context_length_exceeded`` or "prompt is too long", and before that, when what is left
+of the context after a call is less than one reply.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tools: dict[str, bool] = {}  # e.g. {"webfetch" = false}
     settings: dict[str, Any] = {}  # as in its opencode.json; wins over ours
     reply_tokens: int | None = None  # max_tokens of each call; None: sampling.max_tokens, or a quarter of the context
-    compact: bool = True  # False: a refused prompt ends it
+    compact_tokens: int | None = None  # it compacts at this many; None: one reply before the context ends
     args: list[str] = []  # further arguments
 
 
@@ -89,17 +89,14 @@ class OpenCode:
         """Its opencode.json: one provider, which waits for ever, and what it is told of the context."""
         limits, options = self._limits, self._options
         reply = options.reply_tokens or limits.reply or min(REPLY_TOKENS, limits.context // 4)
+        window = {"context": limits.context, "output": reply}
+        if options.compact_tokens is not None:
+            window["input"] = options.compact_tokens
         forever = dict.fromkeys(("timeout", "headerTimeout", "chunkTimeout"), False)
         provider = {
             "npm": PROVIDERS[options.dialect],
             "options": {"baseURL": f"{base_url}/v1", "apiKey": f"{{env:{KEY}}}", **forever},
-            "models": {
-                model: {
-                    "reasoning": True,  # else it sends none back
-                    "tool_call": True,
-                    "limit": {"context": limits.context, "output": reply},
-                }
-            },
+            "models": {model: {"reasoning": True, "tool_call": True, "limit": window}},
         }
         return {
             "$schema": "https://opencode.ai/config.json",
@@ -109,6 +106,6 @@ class OpenCode:
             "small_model": f"opengyre/{model}",
             "autoupdate": False,
             "share": "disabled",
-            "compaction": {"auto": options.compact},
+            "compaction": {"auto": True, "reserved": 0},  # nothing off ``input``, where that is given
             "tools": options.tools,
         }
