@@ -68,6 +68,10 @@ class CellError(OpenGyreError):
     """A cell did not start, died, or missed a deadline of its role switch."""
 
 
+class CellSilent(CellError):
+    """A cell did not answer in time; it may be alive."""
+
+
 @contextmanager
 def boundary(kind: type[OpenGyreError], where: str) -> Iterator[None]:
     """Re-type any exception that escapes as ``kind`` at ``where``; errors already typed pass through unchanged."""

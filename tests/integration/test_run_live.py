@@ -144,15 +144,28 @@ def test_a_cell_that_dies_costs_nothing_but_time(
     assert set(outcomes) == {"finished"}
 
 
+def hangs(tmp_path: Path, model: Path, cell: str, when: Callable[[dict[str, Any]], bool], **cells: float) -> None:
+    config = tiny_run.config(tmp_path, model, cells=cells)
+    asyncio.run(conduct(config, killer(cell, when, signal.SIGSTOP)))
+    run_dir = Path(config.run_dir)
+    assert_trained_once(run_dir, config)
+    assert any(f"{cell} is replaced" in e["text"] for e in events_of(run_dir, "note"))
+    assert {e["outcome"] for e in events_of(run_dir, "execution") if e["state"] == "done"} == {"finished"}
+
+
 def test_a_cell_that_hangs_is_replaced_and_no_harness_notices(tmp_path: Path, model: Path) -> None:
     """Alive but silent: found by the probe, its calls go on elsewhere."""
-    config = tiny_run.config(tmp_path, model, cells={"heartbeat_s": 2.0})
 
     def when(event: dict[str, Any]) -> bool:
         return event["kind"] == "execution" and event["state"] == "done" and event["split"] == "train"
 
-    asyncio.run(conduct(config, killer("satellite-1", when, signal.SIGSTOP)))
-    run_dir = Path(config.run_dir)
-    assert_trained_once(run_dir, config)
-    assert any("satellite-1 is replaced" in e["text"] for e in events_of(run_dir, "note"))
-    assert {e["outcome"] for e in events_of(run_dir, "execution") if e["state"] == "done"} == {"finished"}
+    hangs(tmp_path, model, "satellite-1", when, heartbeat_s=2.0)
+
+
+def test_a_core_that_hangs_is_replaced(tmp_path: Path, model: Path) -> None:
+    """Silent in a call that has no lease: found by the call that it leaves unanswered."""
+
+    def when(event: dict[str, Any]) -> bool:
+        return event["kind"] == "micro_step" and event["cell"] == "core" and event["state"] == "claimed"
+
+    hangs(tmp_path, model, "core", when, silence_s=15.0)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from opengyre.errors import CellError, OpenGyreError
+from opengyre.errors import CellError, CellSilent, OpenGyreError
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 EventHandler = Callable[[str, dict[str, Any]], None]
@@ -53,7 +53,8 @@ class Channel:
         """Ask the peer and wait for its answer.
 
         Raises:
-            CellError: the peer is gone, or did not answer within ``timeout_s``; or the peer's own error, re-raised.
+            CellSilent: the peer did not answer within ``timeout_s``.
+            CellError: the peer is gone; or the peer's own error, re-raised.
         """
         if self.closed.is_set():
             raise CellError(f"is gone; cannot {op}", where=self.peer)
@@ -65,7 +66,7 @@ class Channel:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            raise CellError(f"did not answer {op} within {timeout_s} s", where=self.peer) from None
+            raise CellSilent(f"did not answer {op} within {timeout_s} s", where=self.peer) from None
         finally:
             self._waiting.pop(number, None)
 

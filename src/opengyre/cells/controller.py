@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
@@ -24,7 +25,7 @@ from opengyre.cells.step import OpenStep
 from opengyre.cells.training_loop import TrainingLoop
 from opengyre.cluster.base import CellProcess, Cluster
 from opengyre.config import RunConfig
-from opengyre.errors import CellError, OpenGyreError, TransferError
+from opengyre.errors import CellError, OpenGyreError, RecordError, TransferError
 from opengyre.watch.events import EventLog
 
 TICK_S = 0.5  # cool-downs and leases run out without an event
@@ -74,11 +75,16 @@ class Controller:
         self._kept: list[str] = []
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._restarts: dict[str, int] = {}
+        self._renewing: set[str] = set()  # cells that are being replaced: what is said of their past is no news
         self._replacing: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[None]] = []
         self._closing = False
         for cell in cells:
-            cell.connect(published=lambda: self.published, on_change=self._changed)
+            cell.connect(
+                published=lambda: self.published,
+                on_change=self._changed,
+                on_silence=partial(self._broken, cell),
+            )
 
     # --- start and end
 
@@ -88,7 +94,7 @@ class Controller:
         await self._restore()
         for cell in self.cells.values():
             self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
-        await asyncio.gather(*(self._enter_role(cell, "start") for cell in self.cells.values()))
+        await asyncio.gather(*(self._first_role(cell) for cell in self.cells.values()))
         self._background = [
             asyncio.create_task(self._control(), name="controller"),
             asyncio.create_task(self._probe(), name="probe"),
@@ -116,6 +122,11 @@ class Controller:
     def core_process(self) -> CellProcess:
         """The core's process. Raises CellError while it is being replaced."""
         return self._core.process
+
+    def core_broken(self, process: CellProcess, reason: str) -> None:
+        """This process of the core's failed a call; it is replaced unless it was already."""
+        if self._core.has_process and self._core.process is process:
+            self._broken(self._core, reason)
 
     @property
     def rollout_cells(self) -> int:
@@ -225,20 +236,32 @@ class Controller:
 
     async def _switch(self, cell: LiveCell, role: str, reason: str) -> None:
         try:
-            async with asyncio.timeout(self._config.cells.switch_deadline_s):
-                if role == "train":
-                    switch = await cell.to_training(self._loop(cell), reason)
-                    self._watch_training(cell)
-                else:
-                    switch = await cell.to_rollout(reason)
+            if role == "train":
+                switch = await cell.to_training(self._loop(cell), reason)
+                self._watch_training(cell)
+            else:
+                switch = await cell.to_rollout(reason)
             self._switched(cell, switch)
-        except (CellError, TransferError, TimeoutError) as error:
-            cell.switching = None  # what replaces the cell must not end this task
-            self._broken(cell, f"switch to {role} failed: {error or 'deadline'}")
+        except (CellError, TransferError) as error:
+            await self._roll_back(cell, role, f"switch to {role} failed: {error}")
         except OpenGyreError as error:
             self.fail(error)
         cell.switching = None
         self.pulse.beat()
+
+    async def _roll_back(self, cell: LiveCell, role: str, reason: str) -> None:
+        """Have ``cell`` go back to a role, or replace it."""
+        if self.open_step is not None and cell.state is CellState.FLUSHING and not cell.spec.core:
+            self.open_step.lose(cell.name)  # what it had not handed over
+        direction = "rollout>train" if role == "train" else "train>rollout"
+        self._events.emit("switch", cell=cell.name, direction=direction, total_s=0.0, reason=reason, ok=False)
+        try:
+            back = await cell.roll_back(reason)
+        except (CellError, TransferError) as error:
+            back, reason = False, f"{reason}; rolling back failed: {error}"
+        if not back:
+            cell.switching = None  # what replaces the cell must not end this task
+            self._broken(cell, reason)
 
     def _switched(self, cell: LiveCell, switch: Switch) -> None:
         self._switch_costs = [*self._switch_costs[-20:], switch.total_s]
@@ -266,8 +289,8 @@ class Controller:
 
     def _training_ended(self, cell: LiveCell, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, TransferError):
-            self._broken(cell, str(error))
+        if isinstance(error, TransferError) and not cell.state.transient:
+            self._broken(cell, str(error))  # on its way out, the switch fails and says so
         elif error is not None and not isinstance(error, CellError):  # a CellError is the process watcher's business
             self.fail(error)
 
@@ -301,36 +324,57 @@ class Controller:
         task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, cell: LiveCell, reason: str) -> None:
-        """Take a broken cell out, start it anew and give it its role back."""
-        if self._closing or cell.state is CellState.DEAD:
+        """Take a broken cell out, start it anew and give it its role back; again, if the new one breaks too."""
+        if self._closing or cell.name in self._renewing:
             return
-        old = cell.process
+        self._renewing.add(cell.name)
+        if (watcher := self._watchers.pop(cell.name, None)) is not None:
+            watcher.cancel()
+        try:
+            while True:
+                try:
+                    await self._renew(cell, reason)
+                    return
+                except (CellError, TransferError) as error:
+                    reason = str(error)
+        except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
+            self.fail(error)
+        finally:
+            self._renewing.discard(cell.name)
+            self.pulse.beat()
+
+    async def _renew(self, cell: LiveCell, reason: str) -> None:
+        """One attempt at a new process. Raises CellError or TransferError when that breaks, RecordError for good."""
+        old = cell.process if cell.has_process else None
         self._events.emit("note", level="warning", text=f"{cell.name} is replaced: {reason}")
-        cell.lost(reason)
+        if cell.state is not CellState.DEAD:
+            cell.lost(reason)
         if self.open_step is not None:
             if cell.spec.core:
                 self.open_step.core_reset()
             else:
                 self.open_step.lose(cell.name)
         self._restarts[cell.name] = self._restarts.get(cell.name, 0) + 1
-        try:
-            if self._restarts[cell.name] > _MAX_RESTARTS:
-                raise CellError(f"died {_MAX_RESTARTS + 1} times; last: {reason}", where=cell.name)
-            self._watchers[cell.name].cancel()
+        if self._restarts[cell.name] > _MAX_RESTARTS:
+            raise RecordError(f"died {_MAX_RESTARTS + 1} times; last: {reason}", where=cell.name)
+        if old is not None:
             await old.stop(grace_s=0.0)
-            await cell.start(self._cluster)
-            if cell.spec.core:
-                await self._restore()
-            self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
-            await self._enter_role(cell, "restart")
-        except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
-            self.fail(error)
-        self.pulse.beat()
+        await cell.start(self._cluster)
+        if cell.spec.core:
+            await self._restore()
+        await self._enter_role(cell, "restart")
+        self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
 
     async def _restore(self) -> None:
         """Have a fresh core process load what the run stands on, and publish it."""
         self._version = await self._restore_core(self._core.process, self._version)
         await self._publish()
+
+    async def _first_role(self, cell: LiveCell) -> None:
+        try:
+            await self._enter_role(cell, "start")
+        except (CellError, TransferError) as error:
+            self._broken(cell, str(error))
 
     async def _enter_role(self, cell: LiveCell, reason: str) -> None:
         if cell.spec.core:

@@ -173,9 +173,14 @@ class CellMachine:
         return tuple(self._history)
 
     @property
+    def patience_s(self) -> float | None:
+        """How long it may stay in its state, seconds; None in a state without a deadline."""
+        return self._deadline_s[self.state] if self.state.transient else None
+
+    @property
     def deadline(self) -> float | None:
         """When it must have left its state, seconds on the run's clock; None in a state without a deadline."""
-        return self.since + self._deadline_s[self.state] if self.state.transient else None
+        return None if self.patience_s is None else self.since + self.patience_s
 
     def allowed(self) -> frozenset[CellState]:
         """The states it may enter next."""

@@ -13,7 +13,7 @@ the loop after the micro-step at hand, with everything handed over.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,6 +46,10 @@ class TrainingWork(Protocol):
         """The core cell's process. Raises CellError while it is being replaced."""
         ...
 
+    def core_broken(self, process: CellProcess, reason: str) -> None:
+        """This process of the core's failed a call; it is replaced unless it was already."""
+        ...
+
     async def bring_up_to_date(self, cell: str) -> None:
         """Make ``cell`` hold the published weights."""
         ...
@@ -61,6 +65,11 @@ class TrainingLoop:
         self._held: list[MicroClaim] = []
         self._held_of: OpenStep | None = None
         self._pushes = 0
+        self._leaving = False
+        self._adding: asyncio.Task[None] | None = None
+
+    def stay(self) -> None:
+        """Take back ``leave``, if the loop has not ended yet."""
         self._leaving = False
 
     def leave(self) -> None:
@@ -109,18 +118,24 @@ class TrainingLoop:
                 await self._drop(step)
             return
         ref = await self._process.call("take_gradients", key=f"gradients-{self.name}-{step.number}-{self._pushes}")
+        # Once counted, a sum is added or revoked whatever happens to this loop.
+        self._adding = asyncio.create_task(self._add(step, ref, claims), name=f"{self.name} hand-over")
+        await asyncio.shield(self._adding)
+
+    async def _add(self, step: OpenStep, ref: dict[str, Any], claims: list[MicroClaim]) -> None:
         async with self._work.core_lock:
             if not self._work.core_alive:
                 step.lose(self.name)
                 return
             if step is not self._work.open_step or not step.hand_over(self.name, self._pushes, claims):
                 return  # taking emptied the cell's sum; what was taken goes nowhere
+            core = self._work.core_process
             try:
-                await self._work.core_process.call("add_gradients", ref=ref)
+                await core.call("add_gradients", ref=ref)
             except TransferError:
                 step.revoke(self.name, self._pushes, claims)
-            except CellError:
-                return  # the core died with every sum of the step; its replacement resets the step
+            except CellError as error:  # dead, or its sum is unknown: its replacement resets the step
+                self._work.core_broken(core, str(error))
 
     async def _drop(self, step: OpenStep) -> None:
         """Forget the cell's sum. The core's holds other cells' work too, so all of the step is to be done again."""

@@ -14,11 +14,11 @@ import msgspec
 from opengyre.cells.controller import Controller, Work
 from opengyre.cells.live import LiveCell
 from opengyre.cells.policies import make_policy
-from opengyre.cells.state import CellMachine
+from opengyre.cells.state import FALLBACK, CellMachine, CellState
 from opengyre.cluster.base import CellProcess, CellSpec
 from opengyre.cluster.local import LocalCluster
 from opengyre.config import RunConfig
-from opengyre.errors import CellError
+from opengyre.errors import RecordError
 from opengyre.executions.groups import GroupRunner
 from opengyre.executions.runner import Runner
 from opengyre.executions.task import Task
@@ -212,16 +212,23 @@ def _cells(
                 name,
                 core=core,
                 core_may_leave=core_may_leave,
-                deadline_s=config.cells.switch_deadline_s,
+                deadline_s=_deadlines(config),
                 clock=lambda: events.now,
             ),
             router,
             slots=config.cells.slots,
             kv_transfer=config.cells.kv_transfer,
+            silence_s=config.cells.silence_s,
             events=events,
         )
         for place, (name, core) in enumerate(cell_names(config))
     ]
+
+
+def _deadlines(config: RunConfig) -> dict[CellState, float]:
+    """How long a cell may be in each state on its way, seconds: leaving training includes the micro-step at hand."""
+    every = dict.fromkeys(FALLBACK, config.cells.switch_deadline_s)
+    return every | {CellState.FLUSHING: config.cells.switch_deadline_s + config.train.lease_s}
 
 
 def _core_restorer(run_dir: Path) -> Callable[[CellProcess, int], Awaitable[int]]:
@@ -233,7 +240,7 @@ def _core_restorer(run_dir: Path) -> Callable[[CellProcess, int], Awaitable[int]
         whole = checkpoints.whole(run_dir)
         newest = max(whole, default=0)
         if version > newest:
-            raise CellError(
+            raise RecordError(
                 f"was lost at version {version}; the newest checkpoint is {newest}",
                 where="core",
                 right="resume the run; train.checkpoint_every = 1 lets a run go on by itself",
