@@ -98,7 +98,7 @@ class CellsConfig(_Table, frozen=True, kw_only=True):
     pin: bool = False  # pin each cell to one core, round robin
     heartbeat_s: float = 10.0  # rollout cells are asked so often, and replaced if one does not answer for as long
     switch_deadline_s: float = 60.0  # a phase of a role switch not done by then is rolled back
-    silence_s: float = 900.0  # a cell that leaves any call unanswered for so long is replaced; a checkpoint takes a while
+    silence_s: float = 900.0  # a cell that leaves a call unanswered for so long is replaced; checkpoints take a while
     kv_transfer: bool = True  # move KV with preempted calls where versions agree
 
 
