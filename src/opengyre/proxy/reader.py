@@ -159,7 +159,7 @@ _JOINED = {("assistant", "assistant"), ("tool", "tool")}  # may be one turn, one
 def _read_whole(dialect: Dialect, history: History, body: bytes) -> Request:
     """Read a body at once, as Python's JSON reads it."""
     try:
-        fields = json.loads(_mended(body))
+        fields = json.loads(_mended(body).decode(), parse_constant=_refuse_constant)
     except ValueError as error:
         raise Refusal(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -168,6 +168,10 @@ def _read_whole(dialect: Dialect, history: History, body: bytes) -> Request:
     known = history.read(conversation.messages, keys.seed(conversation.tools), Note())
     conversation = replace(conversation, messages=tuple(known.messages))
     return Request(conversation, known.keys, known.notes[-1] if known.notes else Note())
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _take_apart(dialect: Dialect, body: bytes, start: int = 0, end: int = 0) -> _Wire | None:

@@ -154,6 +154,8 @@ class ResponsesEmitter:
         frames += self._finish()
         for call in reply.turn.calls:
             frames += self._call(call)
+        if not self._items:  # a turn without items could not come back, and the history would lose it
+            frames += self._begin("text") + self._finish()
         status = _status(reply)
         end = "response.completed" if status == "completed" else "response.incomplete"
         return frames + self._event(end, response=_response(self._head, status, self._items, reply))
@@ -311,7 +313,8 @@ def _call(head: Head, call: ToolCall) -> dict[str, Any]:
 def _items(head: Head, reply: Reply) -> list[dict[str, Any]]:
     thinking, text = Released().rest(reply.turn)
     items = [_item(head, kind, said, "completed") for kind, said in (("thinking", thinking), ("text", text)) if said]
-    return items + [_call(head, call) for call in reply.turn.calls]
+    items += [_call(head, call) for call in reply.turn.calls]
+    return items or [_item(head, "text", "", "completed")]
 
 
 def _status(reply: Reply) -> str:
