@@ -39,7 +39,9 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps({"reward": reward, "checks": {}}
 """
 
 
-def make_model(folder: Path, *, hidden_size: int = 32, context: int = 2048, tokenizer: Any = None) -> Path:
+def make_model(
+    folder: Path, *, hidden_size: int = 32, layers: int = 2, context: int = 2048, tokenizer: Any = None
+) -> Path:
     """A random Qwen3 with a real tokenizer (``policies.tokenizer`` if none is given) and chat template."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -51,7 +53,7 @@ def make_model(folder: Path, *, hidden_size: int = 32, context: int = 2048, toke
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=hidden_size,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
