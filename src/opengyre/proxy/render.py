@@ -75,10 +75,10 @@ class Renderer:
         self._hidden = {i for i, t in added.items() if t.special and t.content not in self.format.markers}
         closing = self._wording.closing
         ids = self.encode(closing)
-        ends_turn = bool(ids) and (ids[0] in added or ids[0] in stop_tokens)
-        stop_text = tokenizer.decode(ids[:1], skip_special_tokens=False) if ends_turn else ""
+        end = next((n for n, i in enumerate(ids, 1) if i in added or i in stop_tokens), 0)  # 0: nothing ends a turn
+        stop_text = tokenizer.decode(ids[:end], skip_special_tokens=False)
         self._separator = closing.removeprefix(stop_text)
-        stops = {*stop_tokens, *ids[: int(ends_turn)], *self._known(self.format.stops)}
+        stops = {*stop_tokens, *ids[max(0, end - 1) : end], *self._known(self.format.stops)}
         self._next_role_ends = not closing
         if self._next_role_ends:
             stops |= {first for text in self._wording.openings() for first in self.encode(text)[:1] if first in added}
