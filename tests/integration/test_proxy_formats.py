@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from door import Door, opened
@@ -14,7 +16,9 @@ MESSAGES_TOOLS = [{"name": "edit", "description": "Change a file.", "input_schem
 CHAT_TOOLS = [{"type": "function", "function": {"name": "edit", "description": "Change.", "parameters": SCHEMA}}]
 
 
-def reply(r: Renderer, after: str, *parts: Text | Thinking | ToolCall, stop: str) -> list[int]:
+def reply(
+    r: Renderer, after: str, *parts: Text | Thinking | ToolCall, stop: str, thinking: bool | None = None
+) -> list[int]:
     """What a model of the family samples to say ``parts``, ended by ``stop``."""
     calls = [(p.name, p.arguments) for p in parts if isinstance(p, ToolCall)]
     written = r.format.write(Message("assistant", parts))
@@ -24,7 +28,7 @@ def reply(r: Renderer, after: str, *parts: Text | Thinking | ToolCall, stop: str
         thought = "".join(p.text for p in parts if isinstance(p, Thinking))
         words = "".join(p.text for p in parts if isinstance(p, Text))
         begin, end = r.format.think
-        opened = r.opens_thinking(None, after)
+        opened = r.opens_thinking(thinking, after)
         text = f"{'' if opened else begin}\n{thought}\n{end}\n\n" if thought or opened else ""
         text += words + (r.format.write_calls(calls) if calls else "")
     return [*r.encode(text), r._tokenizer.token_to_id(stop)]
@@ -115,3 +119,25 @@ async def test_streamed_tokens_are_the_recorded_turn(tmp_path, family):
         deltas = [e["delta"] for e in await door.stream("/v1/messages", body) if e["type"] == "content_block_delta"]
         assert "".join(d.get("thinking", "") for d in deltas) == "I look first."
         assert "".join(d.get("text", "") for d in deltas) == "It is done."
+
+
+@pytest.mark.parametrize("thinking", ["enabled", "disabled"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_coder", "glm", "deepseek", "harmony"])
+async def test_append_only_chats_never_fork_thinking_or_not(tmp_path, family, thinking):  # T05
+    r = renderer(family)
+    async with opened(tmp_path, render=r) as door:
+        engine = door.engine()
+        end = ENDS.get(family, ("", "<|im_end|>"))[1]
+        parts = [Text("It is done.")] if thinking == "disabled" else [Thinking("hm"), Text("It is done.")]
+        said = reply(r, "user", *parts, stop=end, thinking=thinking == "enabled")
+        messages: list[dict] = [{"role": "user", "content": "fix it"}]
+        for n in range(5):
+            door.script.replies = [said]
+            body = {"model": "m", "max_tokens": 500, "messages": messages, "thinking": {"type": thinking}}
+            status, answer = await door.post("/v1/messages", body)
+            assert status == 200 and answer["content"][-1] == {"type": "text", "text": "It is done."}, answer
+            messages.append({"role": "assistant", "content": answer["content"]})
+            messages += [{"role": "user", "content": "go on"}] * (2 if n == 1 else 1)
+        prompts = [list(request.prompt_ids) for request in engine.requests]
+        assert all(b[: len(a) + len(said)] == a + said for a, b in pairwise(prompts))
+        assert len(door.session.tree.leaves()) == 1
