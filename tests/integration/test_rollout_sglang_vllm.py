@@ -228,16 +228,19 @@ def test_what_a_real_vllm_said_before_temperature_is_told():
 
 
 @pytest.mark.parametrize(
-    ("name", "finish", "versions"),
+    ("name", "finish", "spans"),
     [
-        ("vllm_generate", "stop", [3]),
-        ("vllm_completions", "stop", [3]),
-        ("vllm_update", "stop", [3, 4]),
-        ("vllm_abort", "aborted", [4]),
+        ("sglang_incremental", "stop", [(0, 7)]),
+        ("sglang_incremental_update", "length", [(0, 8), (1, 32)]),
+        ("sglang_incremental_abort", "aborted", [(1, 8)]),
+        ("vllm_generate", "stop", [(3, 7)]),  # its label is "default": what the engine was told counts
+        ("vllm_completions", "stop", [(3, 7)]),
+        ("vllm_update", "stop", [(3, 14), (4, 13)]),
+        ("vllm_abort", "aborted", [(4, 6)]),
     ],
 )
-def test_what_a_real_vllm_streamed_is_read(name, finish, versions):
-    engine = VllmEngine("e0", "http://unused")
+def test_what_a_real_server_streamed_is_read(name, finish, spans):
+    engine = (SglangEngine if name.startswith("sglang") else VllmEngine)("e0", "http://unused")
     engine.version = 3
     reader, sampled, last = engine._reader(asks()), Sampled(), None
     for line in (GOLDEN / f"{name}.sse").read_text().splitlines():
@@ -245,9 +248,7 @@ def test_what_a_real_vllm_streamed_is_read(name, finish, versions):
             sampled.add(chunk, "e0")
             last = chunk
     assert last is not None and last.finish == finish and sampled.usable
-    assert [s.version for s in sampled.spans()] == versions
-    if name == "vllm_update":
-        assert [len(s) for s in sampled.spans()] == [14, 13]
+    assert [(s.version, len(s)) for s in sampled.spans()] == spans
 
 
 async def test_the_kind_of_a_server_is_found_out():
