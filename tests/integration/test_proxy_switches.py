@@ -74,7 +74,7 @@ async def test_no_harness_notices_and_every_path_rebuilds(tmp_path, seed):
             for record in tree.calls():
                 path = tree.rebuild(record.reply_node)
                 prompt = requests[f"{record.meta.call_id}0000"].prompt_ids
-                assert path.ids.tolist() == prompt + said
+                assert path.ids.tolist() == [*prompt, *said]
                 reply = path.logprobs[len(prompt) :]
                 np.testing.assert_allclose(reply, [logprob(i) for i in range(len(said))])
                 assert stored.rebuild(record.reply_node).ids.tolist() == path.ids.tolist()

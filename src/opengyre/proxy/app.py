@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -32,10 +33,13 @@ from opengyre.proxy.reply import Reply
 from opengyre.proxy.request import HEADERS, Asked, count, prepare
 from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import TextStream
+from opengyre.proxy.turns import Turns
 from opengyre.record.types import Finish
 
 MAX_BODY_BYTES = 64 << 20  # 1M tokens are about 4 MB of text; images in a history take the rest
+ENCODINGS = ("identity", "gzip")  # of bodies; a broken deflate would be waited for for ever
 INLINE_BYTES = 16 << 10  # encoding takes about 1 us a byte; a longer one would delay every ping
+ASIDE_THREADS = 2  # long histories read for the first time; more threads would only take the interpreter from the loop
 SHUTDOWN_S = 2.0  # open answers get this long when the server stops
 
 T = TypeVar("T")
@@ -52,6 +56,7 @@ def make_app(
     door = _Door(sessions, driver, config or ProxyConfig())
     messages, chat, responses = Messages(), Chat(), Responses()
     app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.on_cleanup.append(door.close)
     app.router.add_get("/healthz", door.health)
     app.router.add_routes(routes)
     app.router.add_route("HEAD", "/x/{execution}/api/hello", door.hello)
@@ -105,6 +110,12 @@ class _Door:
 
     def __init__(self, sessions: Sessions, driver: CallDriver, config: ProxyConfig) -> None:
         self._sessions, self._driver, self._config = sessions, driver, config
+        self._turns = Turns()
+        self._aside = ThreadPoolExecutor(ASIDE_THREADS, "render")
+
+    async def close(self, _: web.Application) -> None:
+        """End the threads."""
+        self._aside.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, _: web.Request) -> web.StreamResponse:
         """Is the proxy up, and who serves."""
@@ -142,7 +153,7 @@ class _Door:
     async def count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
         """Anthropic's count_tokens, OpenAI's input_tokens: the number a generation would report."""
         asked = await self._asked(request, dialect, session)
-        tokens = await _here_or_aside(asked, count, self._driver.renderer, session, asked)
+        tokens = await self._work(asked, count, self._driver.renderer, session, asked)
         return web.json_response(dialect.counted(tokens))
 
     async def models(self, request: web.Request, _: Dialect, __: Session) -> web.StreamResponse:
@@ -155,7 +166,7 @@ class _Door:
         """A model call, streamed or not."""
         asked = await self._asked(request, dialect, session)
         headers = {name: value for name in HEADERS if (value := request.headers.get(name))}
-        prepared = await _here_or_aside(asked, prepare, self._driver.renderer, session, asked, headers)
+        prepared = await self._work(asked, prepare, self._driver.renderer, session, asked, headers)
         conversation = prepared.conversation
         live = await self._driver.start(session, prepared)
         head = Head(live.call_id, conversation, live.prepared.prompt.depth)
@@ -175,12 +186,27 @@ class _Door:
 
     async def _asked(self, request: web.Request, dialect: Dialect, session: Session) -> Asked:
         """The body, and how much of it is known."""
+        encoding = request.headers.get("Content-Encoding", "identity").lower()
+        if encoding not in ENCODINGS:
+            raise Refusal(f"Content-Encoding: {encoding!r} is none of {', '.join(ENCODINGS)}", status=415)
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise Refusal(f"more than {MAX_BODY_BYTES} bytes", status=413, kind="request_too_large") from None
+        except web.RequestPayloadError as error:
+            raise Refusal(f"the body cannot be read: {' '.join(str(error).split())}") from None
         line, cut = self._sessions.lines.find(session.execution_id, dialect.name, session.history.epoch, body)
         return Asked(dialect, body, line, cut)
+
+    async def _work(self, asked: Asked, work: Callable[..., T], *args: Any) -> T:
+        """Read and render: here, in a turn of its own, or aside when it would keep the others' pings waiting."""
+        try:
+            if asked.new_bytes > INLINE_BYTES:
+                return await asyncio.get_running_loop().run_in_executor(self._aside, work, *args)
+            await self._turns.take()
+            return work(*args)
+        except RecursionError:
+            raise Refusal("the body is nested too deeply") from None
 
     async def _whole(self, request: web.Request, dialect: Dialect, live: LiveCall, head: Head) -> web.StreamResponse:
         """One JSON body; blanks before it keep the client while it waits."""
@@ -234,14 +260,6 @@ class _Door:
             last = emitter.fail(_as_refusal(error, live.session))
         await response.write_eof(last)
         return response
-
-
-async def _here_or_aside(asked: Asked, work: Callable[..., T], *args: Any) -> T:
-    """Read and render here, or in a thread when it would keep the other sessions' pings waiting."""
-    try:
-        return work(*args) if asked.new_bytes <= INLINE_BYTES else await asyncio.to_thread(work, *args)
-    except RecursionError:
-        raise Refusal("the body is nested too deeply") from None
 
 
 def _complete(reply: Reply, live: LiveCall) -> Reply:

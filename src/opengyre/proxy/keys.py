@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from opengyre.proxy.conversation import Conversation, Message, Text, Thinking, Tool, ToolCall, ToolResult
 
 KEY_BYTES = 16  # 128 bits: no accidental collision in any run
@@ -73,5 +75,9 @@ def _integral(value: Any) -> Any:
 
 
 def _digest(key: bytes, value: Any) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES, key=key).digest()
+    try:
+        text = msgspec.json.encode(value, order="deterministic")
+    except UnicodeEncodeError:  # half a surrogate pair, in the text of a call's arguments
+        written = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        text = written.encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=KEY_BYTES, key=key).digest()

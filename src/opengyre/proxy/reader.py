@@ -68,7 +68,7 @@ def read(dialect: Dialect, history: History, body: bytes, line: Line | None = No
     Only ``history`` is written to: it notes strange turns. May run in a thread.
     """
     try:
-        if line is not None and cut:
+        if line is not None and cut and line.epoch == history.epoch:
             wire = _take_apart(dialect, body, line.start, line.ends[cut - 1])
             request = _read_on(dialect, history, body, wire, line, cut) if wire is not None else None
             if request is not None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 
 from opengyre.errors import RecordError, boundary
@@ -338,7 +339,7 @@ def _row(execution_id: str, call: CommittedCall, messages: Any | None) -> tuple[
         _json([[len(s), s.version, s.cell, s.trainable] for s in call.sampled]),
         _pack(np.concatenate([call.tail_ids, *sampled]).astype("<i4").tobytes()),
         _pack(np.concatenate(logprobs).astype("<f4").tobytes() if logprobs else b""),
-        _pack(_json(asdict(call.meta)).encode()),
+        _pack(_json(call.meta).encode()),
         None if messages is None else _pack(_json(messages).encode()),
     )
 
@@ -374,7 +375,10 @@ def _execution(execution_id: str, meta: str, outcome: str | None, calls: int) ->
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))  # ASCII: lone surrogates, which harnesses do send, survive
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # half a surrogate pair: some harnesses send it
+        return json.dumps(value, separators=(",", ":"), default=asdict)
 
 
 def _pack(raw: bytes) -> bytes:
