@@ -13,6 +13,7 @@ import gc
 import json
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ def stub_engine(pipe: Connection) -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         pipe.send(runner.addresses[0][1])
-        await asyncio.Event().wait()
+        await asyncio.to_thread(pipe.poll, None)  # until the other end is gone
 
     asyncio.run(serve())
 
@@ -176,7 +177,11 @@ def our_proxy(pipe: Connection, engine_url: str | None, executions: list[str], f
         router.add(engine, 10_000)
 
         def ask() -> None:
-            match pipe.recv():
+            try:
+                question = pipe.recv()
+            except EOFError:
+                sys.exit()  # the other end is gone
+            match question:
                 case ("open", names):
                     pipe.send({n: sessions.open(n, pins=SamplingConfig(), meta={}) for n in names})
                 case ("end", names):
