@@ -33,6 +33,7 @@ class EngineServer:
         gate: each token waits for it.
         die_after: drop every connection after so many tokens of a call.
         status: answer calls with this status.
+        encode: its tokenizer; None: it has none.
         raw: log-probabilities before temperature.
         deaf: calls are not even answered with a status before the gate opens.
         versions: labels of the weights: the present one last.
@@ -47,6 +48,7 @@ class EngineServer:
         self.gate.set()
         self.die_after: int | None = None
         self.status: int | None = None
+        self.encode: Callable[[str], list[int]] | None = None
         self.raw = self.deaf = False
         self.version = "0"
         self.events_per_token = 1
@@ -68,7 +70,8 @@ class EngineServer:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=64 << 20)
-        app.add_routes([*self.routes(), web.get("/health", self._health), web.get("/v1/models", self._models)])
+        common = [web.get("/health", self._health), web.get("/v1/models", self._models)]
+        app.add_routes([*self.routes(), *common, web.post("/tokenize", self._tokenize)])
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
@@ -90,6 +93,13 @@ class EngineServer:
     async def _models(self, _: web.Request) -> web.Response:
         card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": self.context}
         return web.json_response({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.encode is None:
+            return web.json_response({"error": {"message": "no tokenizer"}}, status=400)
+        assert body["add_special_tokens"] is False
+        return web.json_response({"tokens": self.encode(body["prompt"]), "count": 1, "max_model_len": 1})
 
     def top(self, temperature: float) -> list[tuple[int, float]]:
         """The likeliest tokens and their log-probabilities."""

@@ -35,7 +35,9 @@ def says(text: str) -> list[int]:
 
 def server(kind: str, text: str = "I am here.", **options: Any) -> EngineServer:
     made = SglangServer if kind == "sglang" else VllmServer
-    return made(lambda prompt: says(text), context=2048, **options)
+    one = made(lambda prompt: says(text), context=2048, **options)
+    one.encode = RENDERER.encode
+    return one
 
 
 @dataclass
@@ -311,6 +313,11 @@ async def test_what_cannot_be_recorded_right_is_refused_at_start(tmp_path):  # N
             async with proxy(tmp_path / "b", raw, args=("--context", "2048")):
                 pass
         raw.context = 2048
+        with pytest.raises(AssertionError, match="give the folder that it serves"):
+            raw.encode = lambda text: [1, 2, 3]
+            async with proxy(tmp_path / "d", raw):
+                pass
+        raw.encode = RENDERER.encode
         async with proxy(tmp_path / "c", raw) as px:  # at temperature 1 both are the same
             await px.open()
             status, answer = await px.ask("POST", "/sessions", {"pins": {"temperature": 0.7}})

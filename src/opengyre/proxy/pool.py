@@ -151,6 +151,9 @@ class Pool:
         """Look at a server that answers; put it into the balancer, or say why not."""
         await member.engine.load()
         facts = await member.engine.describe()
+        if why_not := await self._other_tokens(member.engine):
+            await self._to(member, State.REFUSED, why_not)  # before anything is sampled: an id too high kills SGLang
+            return
         member.logprobs = await check_logprobs(member.engine, [self._renderer.encode(text) for text in CHECK_TEXTS])
         if self._fit_context and facts.context is not None:
             self._renderer.context = min(self._renderer.context, facts.context)
@@ -161,6 +164,14 @@ class Pool:
         await self._to(member, State.UP, f"serves {facts.model}, log-probabilities {member.logprobs.value}")
         for note in facts.notes:
             self._say(f"engine {member.engine.name}: {note}")
+
+    async def _other_tokens(self, engine: HttpEngine) -> str | None:
+        """Does the server know another tokenizer than ours? None if it does not, or does not say."""
+        for text in CHECK_TEXTS:
+            theirs, ours = await engine.encode(text), self._renderer.encode(text)
+            if theirs is not None and theirs != ours:
+                return f"writes {text!r} as {theirs}, --model as {ours}: give the folder that it serves"
+        return None
 
     def _why_not(self, member: _Member, facts: EngineFacts) -> str | None:
         context = self._renderer.context

@@ -134,6 +134,15 @@ class HttpEngine(ABC):
             self.version = version
         return EngineLoad(len(self._open), 0, 0, self.version, True)
 
+    async def encode(self, text: str) -> list[int] | None:
+        """Token ids by the server's own tokenizer, without special tokens; None if it gives none."""
+        try:
+            answer = await self._ask("/tokenize", {"prompt": text, "add_special_tokens": False})
+        except RequestRefused:
+            return None
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        return tokens if isinstance(tokens, list) else None
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     def abandon(self, reason: str) -> None:
