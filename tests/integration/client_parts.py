@@ -120,15 +120,12 @@ def filling(kit: Kit, n: int, fill: int) -> Callable[[Ask], Say]:
     return part
 
 
-def check_compacted(played: Played, n: int, *, refused: bool, again: int = 0) -> int:
-    """Each compaction leaves a main leaf behind it, and a summary; returns how many there were.
-
-    ``again``: steps done again because the client left them out of what it had summarised.
-    """
-    assert (played.result.exit_code, played.result.reward) == (0, 1.0), played.log[-3000:]
+def check_compacted(played: Played, n: int, *, refused: bool, exit_code: int = 0) -> int:
+    """Each compaction leaves a main leaf behind it, and a summary; returns how many there were."""
+    assert (played.result.exit_code, played.result.reward) == (exit_code, 1.0), played.log[-3000:]
     summaries = played.leaves["main_summary"]
     assert summaries >= 1 and played.leaves == {"main": summaries + 1, "main_summary": summaries}, played.draw()
-    assert len(played.tree.calls()) == n + 1 + summaries + again, played.draw()
+    assert len(played.tree.calls()) == n + 1 + summaries, played.draw()
     assert (played.session.counters.refused > 0) == refused
     return summaries
 

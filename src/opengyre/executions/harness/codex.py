@@ -8,8 +8,8 @@
                             ▼
     the end is the process's exit
 
-Exit code 0: the last turn ended; 1: it gave up (a refused prompt, a 403 or 409, retries used up). It compacts by the
-usage it is told, before a turn and between its steps, and never because a prompt was refused: a refused prompt ends it.
+Exit code 0: the last turn ended; 1: it gave up (a refused prompt, a cut reply, a 403 or 409, retries used up). It
+compacts by the usage it is told, before a turn and between its steps, never because a prompt was refused.
 """
 
 from __future__ import annotations

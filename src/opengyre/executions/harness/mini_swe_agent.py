@@ -6,8 +6,8 @@
     the end is the process's exit, after the policy printed COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT
 
 Exit code 0: submitted, or three replies in a row without a tool call; 1: it gave up (a prompt that does not fit any
-more, a 403). A reply without a tool call is dropped from its history, and an error of its own takes its place: such a
-turn stays a leaf of the tree.
+more; a 403 or 409, after as many attempts as it is given). A reply without a tool call is dropped from its history, and
+an error of its own takes its place: such a turn stays a leaf of the tree.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "opengyre"  # the name it asks for
     config: str = "mini.yaml"  # one of its own configs, or a file
     settings: dict[str, Any] = {}  # as in its config files, e.g. {agent = {step_limit = 50}}; wins over ``config``
+    attempts: int = 5  # at one call, over 20 s; every error but a refused prompt, a 401 and a 404 is tried again
     reply_tokens: int | None = None  # max_tokens of each call; None: sampling.max_tokens, or it asks for no limit
     args: list[str] = []  # further arguments
 
@@ -69,7 +70,12 @@ class MiniSweAgent:
         options = self._options
         argv = [str(self._program), "--yolo", "--exit-immediately", "--cost-limit", "0"]
         argv += ["-c", options.config, "-c", str(home / SETTINGS)]
-        env = {"OPENAI_API_KEY": key, "MSWEA_GLOBAL_CONFIG_DIR": str(home / SETTINGS).rpartition("/")[0], **QUIET}
+        env = {
+            "OPENAI_API_KEY": key,
+            "MSWEA_GLOBAL_CONFIG_DIR": str((home / SETTINGS).parent),
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": str(options.attempts),
+            **QUIET,
+        }
         reply = options.reply_tokens or self._limits.reply
         about = {"api_base": f"{base_url}/v1", "timeout": FOREVER_S, **({"max_tokens": reply} if reply else {})}
         settings = {"run": {"task": instruction}, "model": {"model_name": f"openai/{model}", "model_kwargs": about}}

@@ -7,11 +7,11 @@
                             ▼
     the end is the process's exit
 
-Exit code 0 is all it says: it ends so when the last turn ended, and also when it gave up (a refused prompt that cannot
-be compacted, a 403 or 409); the printed events tell them apart (``"type":"error"``).
+Exit code 0: the last turn ended without an error on the way; 1: there was one - it gave up (a 403 or 409, a prompt that
+cannot be compacted), or a prompt was refused, compacted, and all went well after. A cut reply counts as the last turn.
 
-It compacts when the proxy answers ``context_length_exceeded`` or "prompt is too long", and before that, when what is left
-of the context after a call is less than one reply.
+It compacts when the proxy answers ``context_length_exceeded`` or "prompt is too long", and before that, when what a
+call leaves of the context is less than one reply.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from opengyre.executions.harness.options import merged, read_options
 
 NAME = "opencode"
 REPLY_TOKENS = 32_000  # the most it asks for by itself; less where the context is small
-SETTINGS = ".config/opencode/opencode.json"
+FOLDER = ".config/opencode"
 KEY = "OPENGYRE_KEY"
 
 # What it would do besides its task: fetch its list of models, language servers and newer versions of itself.
@@ -40,6 +40,14 @@ QUIET = {
     "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
     "OPENCODE_DISABLE_SHARE": "1",
     "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",  # sign-ins of vendors
+}
+# What it would fetch from npm into its own settings folder at every start: the types of its plugins. It looks only into
+# the lock file.
+_PLUGIN = {"dependencies": {"@opencode-ai/plugin": "1.18.33"}}
+INSTALLED = {
+    f"{FOLDER}/package.json": json.dumps(_PLUGIN),
+    f"{FOLDER}/package-lock.json": json.dumps({"lockfileVersion": 3, "packages": {"": _PLUGIN}}),
+    f"{FOLDER}/node_modules/.package-lock.json": "{}",
 }
 # Both providers are part of the program; any other would be installed from npm.
 PROVIDERS = {"chat": "@ai-sdk/openai-compatible", "messages": "@ai-sdk/anthropic"}
@@ -82,7 +90,8 @@ class OpenCode:
         argv = [str(self._program), "run", "--format", "json", "--auto", "--model", f"opengyre/{model}"]
         argv += ["--agent", options.agent] if options.agent else []
         argv += [] if options.title else ["--title", "execution"]  # a session with a title asks for none
-        files = {SETTINGS: json.dumps(merged(self.settings(base_url, model), options.settings), indent=1)}
+        settings = json.dumps(merged(self.settings(base_url, model), options.settings), indent=1)
+        files = INSTALLED | {f"{FOLDER}/opencode.json": settings}
         return Launch([*argv, *options.args], QUIET | {KEY: key} | self._env, instruction, [str(self._program)], files)
 
     def settings(self, base_url: str, model: str) -> dict[str, Any]:
