@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import policies
 from families import FAMILIES, renderer
 from opengyre.errors import ConfigError
 from opengyre.proxy.conversation import Conversation, Message, Part, Text, Thinking, Tool, ToolCall, ToolResult
@@ -58,7 +59,7 @@ def turns(draw, family: str) -> Message:
 @st.composite
 def conversations(draw, family: str) -> Conversation:
     """A conversation as harnesses have them, system entries and several user messages in a row included."""
-    messages = [Message("system", (Text("You are an agent."),))] if draw(st.booleans()) else []
+    messages = [Message("system", (Text(f"You are an agent {n}."),)) for n in range(draw(st.integers(0, 2)))]
     messages.append(Message("user", (Text(draw(WORDS)),)))
     for n in range(draw(st.integers(1, 3))):
         turn = draw(turns(family))
@@ -97,7 +98,7 @@ def text_of(r: Renderer, ids: list[int]) -> str:
 
 
 @ALL
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_what_only_grew_never_changes(family, data):
     r, c = renderer(family), data.draw(conversations(family))
@@ -112,7 +113,7 @@ def test_what_only_grew_never_changes(family, data):
 
 
 @ALL
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_an_agent_loop_grows_one_line(family, data):
     """Prompt and reply, prompt and reply: each prompt begins with all that was rendered and sampled before."""
@@ -149,7 +150,7 @@ def test_an_agent_loop_grows_one_line(family, data):
 
 
 @ALL
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_turn_streams_as_prefixes_of_what_is_read(family, data):
     r, turn = renderer(family), data.draw(turns(family))
@@ -174,7 +175,7 @@ _MARKUP = sorted({*_PIECES, *(marker for made in FORMATS.values() for marker in 
 
 
 @ALL
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_markup_is_read_and_streams_as_a_prefix(family, data):
     r = renderer(family)
@@ -321,6 +322,16 @@ def test_a_system_message_beside_the_user_turn_is_not_lost():
     c = Conversation((Message("system", (Text("S"),)), Message("user", (Text("x"),))), (TOOL,))
     text = text_of(r, r.render(c).ids)
     assert text.endswith("[INST]S\n\nx[/INST]") and "[AVAILABLE_TOOLS]" in text and r.render(c).ends[0] == NO_BOUNDARY
+
+
+def test_a_tool_without_parameters_is_no_reason_to_refuse():
+    template = FAMILIES["chatml"].template.replace(
+        "{{ t | tojson }}", "{{ t | tojson }}{% for k in t.function.parameters.properties.items() %}{% endfor %}"
+    )
+    r = policies.renderer(template)
+    bare = Tool("now", "Tell the time.", {})
+    text = text_of(r, r.render(Conversation((Message("user", (Text("x"),)),), (bare,))).ids)
+    assert '"name": "now"' in text
 
 
 def test_what_stands_behind_a_conversation_is_not_part_of_it():

@@ -12,7 +12,7 @@ in the format's own words.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +29,7 @@ _MARK = "\u2063gyre\u2063"  # a text no template contains; finds where content e
 _KEY, _NAME = "gyre_key", "gyre_tool"  # likewise, as names
 _CALL_ID = "c00000000"  # nine characters: Mistral's ids
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the first a template writes is taken
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
 _TOOL = Tool(_NAME, _MARK, {"type": "object", "properties": {_KEY: {"type": "string", "description": _MARK}}})
 
 
@@ -82,6 +83,15 @@ class Wording:
 
         ``messages``: the first one, and the second if there is one.
         """
+        try:
+            return self._head(messages, tools, thinking)
+        except Refusal:
+            whole = [replace(tool, parameters={**_NO_PARAMETERS, **tool.parameters}) for tool in tools]
+            if whole == list(tools):
+                raise
+            return self._head(messages, whole, thinking)  # some templates go over properties without asking
+
+    def _head(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None) -> tuple[str, int]:
         first, *following = messages
         plain = self._plain(first, "", {})
         place = self._tools_place(plain["role"]) if tools else "alone"
