@@ -67,7 +67,7 @@ def needs(name: str) -> None:
     try:
         require(name)
     except ConfigError as error:
-        raise ConfigError(f"{error.what}; or skip the client tests with OPENGYRE_NO_HARNESSES=1", where=name) from None
+        raise ConfigError(f"{error}; to leave the client tests out: OPENGYRE_NO_HARNESSES=1") from None
 
 
 @dataclass

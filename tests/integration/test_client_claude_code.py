@@ -18,6 +18,7 @@ from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.claude_code import ClaudeCode
 from opengyre.executions.outcome import Outcome
 from opengyre.executions.sandbox import bubblewrap
+from opengyre.proxy import app
 from player import Ask, Say, calls, thinks
 
 needs("claude_code")
@@ -54,6 +55,24 @@ async def test_a_history_that_only_grows_is_one_leaf(tmp_path, bare, sandbox):
     assert [text for role, text in last.messages if role == "assistant" and "two at once" in text]
     assert ("Agent" in last.tools) is not bare
     assert played.session.counters.joined == played.session.counters.refused == 0
+
+
+async def test_what_it_asks_besides_leaves_no_trace(tmp_path, monkeypatch):
+    """It has the tokens of a large file counted before it shows it; a limit of turns ends it in between."""
+    counted = []
+    count = app.count
+    monkeypatch.setattr(app, "count", lambda *args, **more: counted.append(count(*args, **more)) or counted[-1])
+    large = "".join(f"line {n} of a large file\n" for n in range(1800))
+
+    def part(ask: Ask) -> str:
+        turns = [calls(("Read", {"file_path": "large"})), calls(bash("echo 42 > answer"))]
+        return turns[ask.turns] if ask.turns < len(turns) else "It may not say this."
+
+    async with staged(tmp_path, "claude_code", part, options={**BARE, "max_turns": 2}) as stage:
+        played = await stage.run("Read it.", files={"large": large}, wanted={"answer": "42"})
+    assert len(counted) == 1 and counted[0] > len(large) / 2 and "line 500" in stage.player.asked[1].last
+    assert (played.result.exit_code, played.result.reward) == (1, 1.0) and '"error_max_turns"' in played.log
+    assert len(played.tree.calls()) == 2 and played.leaves == {"main": 1} and not played.forks, played.draw()
 
 
 SUB = "You are an agent for Claude Code"

@@ -121,6 +121,30 @@ async def test_long_silences_before_and_within_a_turn(tmp_path):
         assert played.session.counters.joined == played.session.counters.undelivered == 0
 
 
+async def test_connections_that_break(tmp_path):
+    """In mid-turn the client asks again and the half turn is no part of its history; what broke while the whole answer
+    was on its way is handed out again. Neither is sampled twice into one history, nor trained twice."""
+
+    async def cut(_: ScriptedEngine) -> None:
+        for connection in stage.door.server._runner.server.connections:
+            connection.transport.abort()
+
+    def part(ask: Ask) -> Say:
+        if ask.turns == 2:
+            return Say("Done.")
+        trouble = [(6, cut)] if ask.turns == 1 and not cuts else []
+        cuts.extend(trouble)
+        return Say(bash(f"echo {ask.turns} >> steps"), trouble)
+
+    cuts: list[object] = []
+    async with staged(tmp_path, "claude_code", part, options=BARE) as stage:
+        played = await stage.run("Two steps.", wanted={"steps": "0\n1"})
+    assert (played.result.exit_code, played.result.reward) == (0, 1.0)
+    assert played.leaves == {"main": 2} and played.forks == {"retry": 1}, played.draw()
+    (lost,) = [c for c in played.tree.calls() if not c.meta.delivered]
+    assert not played.tree.trainable(lost.reply_node) and played.session.counters.undelivered == 1
+
+
 async def test_the_deadline_scores_what_is_there_and_closes_the_door(tmp_path):
     hanging = asyncio.Event()
 
