@@ -233,6 +233,9 @@ def test_what_a_real_vllm_said_before_temperature_is_told():
         ("sglang_incremental", "stop", [(0, 7)]),
         ("sglang_incremental_update", "length", [(0, 8), (1, 32)]),
         ("sglang_incremental_abort", "aborted", [(1, 8)]),
+        ("sglang_cumulative", "stop", [(0, 7)]),
+        ("sglang_cumulative_update", "length", [(0, 7), (1, 33)]),
+        ("sglang_cumulative_abort", "aborted", [(1, 8)]),
         ("vllm_generate", "stop", [(3, 7)]),  # its label is "default": what the engine was told counts
         ("vllm_completions", "stop", [(3, 7)]),
         ("vllm_update", "stop", [(3, 14), (4, 13)]),
