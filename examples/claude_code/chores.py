@@ -122,12 +122,13 @@ def pairs(split: str) -> list[tuple[str, str]]:
     return [pair for pair in every if (pair in held_out) == (split == "held_out")]
 
 
-def draw(rng: Random, split: str) -> list[Chore]:
+def draw(rng: Random, split: str, conf_share: float = CONF_SHARE) -> list[Chore]:
     """The chores of one random task: three, on different files, of different kinds."""
     chosen: dict[str, str] = {}
-    wanted = 2 if rng.random() < CONF_SHARE else 3
+    wanted = 2 if rng.random() < conf_share else 3
+    choice = pairs(split)
     while len(chosen) < wanted:
-        kind, file = rng.choice(pairs(split))
+        kind, file = rng.choice(choice)
         if file not in chosen.values():
             chosen.setdefault(kind, file)
     todo = list(chosen.items())
@@ -199,13 +200,20 @@ def write_task(folder: Path, chores: list[Chore], rng: Random) -> None:
     )
 
 
-def write_tasks(folder: Path, *, train: int, held_out: int, seed: int = 0) -> None:
-    """``folder/{train,held_out}/…``: different tasks, the same for the same seed."""
+def write_tasks(
+    folder: Path, *, train: int, held_out: int, seed: int = 0, conf_share: float = CONF_SHARE, new_pairs: bool = True
+) -> None:
+    """``folder/{train,held_out}/…``: different tasks, the same for the same seed.
+
+    ``new_pairs``: held-out tasks have pairs no training task has; else only the combination of pairs is new.
+    """
+    seen = set[str]()
     for split, count in (("train", train), ("held_out", held_out)):
-        rng, seen = Random(f"chores/{split}/{seed}"), set[str]()
-        while len(seen) < count:
-            chores = draw(rng, split)
+        rng, made = Random(f"chores/{split}/{seed}"), 0
+        while made < count:
+            chores = draw(rng, split if new_pairs else "train", conf_share)
             text = "\n".join(chore.line for chore in chores)
             if text not in seen:
-                write_task(folder / split / f"{split}-{len(seen):03d}", chores, rng)
+                write_task(folder / split / f"{split}-{made:03d}", chores, rng)
                 seen.add(text)
+                made += 1

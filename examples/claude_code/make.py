@@ -35,31 +35,42 @@ HERE = Path(__file__).parent
 TRAIN, HELD_OUT, SHOWN = 64, 24, 400  # tasks: of the run, held out, for demonstrations
 BOOT_TASKS = 24  # executions the tokenizer is trained on; each chore's command is among them several times
 BYTES_CONTEXT = 200_000  # of the tokenizer of bytes: a prompt with Claude Code's whole tool set has 90,000
-HEAD_PIECES = 3  # role line, tools and system text, and the instruction's turn: the same in all executions
-REPEAT = 4  # of everything else in the tokenizer's corpus: what is said comes before what is constant
+REPEAT = 4  # of what is said in the tokenizer's corpus: it comes before the constant prompt
 DRILL_BATCH = 1024  # tokens
 RENAMED = 0.7  # of drills; with none, a policy learns which files go with which chore instead of copying
 
 
-def record(out: Path, config: Path, overrides: list[str]) -> list[str]:
-    """A few executions of Claude Code with the demonstrator on bytes for tokens; their texts, cut at markers."""
+def record(
+    out: Path, config: Path, overrides: list[str], *, signatures: bool = False, limit: int = BOOT_TASKS
+) -> tuple[set[str], list[str]]:
+    """A few executions of Claude Code with the demonstrator on bytes for tokens; see ``texts_of``."""
     model, run_dir = out / "bytes", out / "boot"
-    tokenizer.write(model, [], tokenizer.BYTES, BYTES_CONTEXT)
+    tokenizer.write(model, [], tokenizer.BYTES, BYTES_CONTEXT, signatures=signatures)
     shutil.rmtree(run_dir, ignore_errors=True)
     settings = [f"model.path='{model}'", f"model.context={BYTES_CONTEXT}", f"run_dir='{run_dir}'", *overrides]
     prepared = prepare(load(config, [f"tasks.path='{out / 'tasks'}'", *settings]), run_dir, resume=False)
     engine = f"{HERE / 'demonstrator.py'}:engine"
-    collect(prepared, executions=1, engine=engine, split="train", limit=BOOT_TASKS, say=log.info)
+    collect(prepared, executions=1, engine=engine, split="train", limit=limit, say=log.info)
+    return texts_of(run_dir, prepared.renderer)
+
+
+def texts_of(run_dir: Path, renderer: Renderer) -> tuple[set[str], list[str]]:
+    """(what stands before the first reply, the rest) of recorded executions, as texts cut at markers."""
     heads, rest = set[str](), list[str]()
     with Store.open(run_dir / "calls.db", readonly=True) as store:
         for execution in store.executions():
             tree = store.load_tree(execution.execution_id)
             for leaf in tree.leaves():
-                text = bytes_text(prepared.renderer, tree.rebuild(leaf).ids.tolist())
-                pieces = [p for p in re.split("|".join(map(re.escape, tokenizer.CUTS)), text) if p]
-                heads.update(pieces[:HEAD_PIECES])
-                rest += pieces[HEAD_PIECES:]
-    return sorted(heads) + REPEAT * rest
+                text = bytes_text(renderer, tree.rebuild(leaf).ids.tolist())
+                head, role, tail = text.partition("assistant\n")
+                heads.update(pieces(head))
+                rest += pieces(role + tail)
+    return heads, rest
+
+
+def pieces(text: str) -> list[str]:
+    """``text`` without its markers."""
+    return [piece for piece in re.split("|".join(map(re.escape, tokenizer.CUTS)), text) if piece]
 
 
 def bytes_text(renderer: Renderer, ids: list[int]) -> str:
@@ -134,7 +145,8 @@ def make(args: argparse.Namespace) -> None:
     chores.write_tasks(out / "tasks", train=TRAIN, held_out=HELD_OUT, seed=args.seed)
     chores.write_tasks(out / "shown", train=SHOWN, held_out=0, seed=args.seed + 1)
     base = out / "base"
-    tokenizer.write(base, record(out, args.config, args.set), args.vocabulary, args.context)
+    heads, rest = record(out, args.config, args.set)
+    tokenizer.write(base, sorted(heads) + REPEAT * rest, args.vocabulary, args.context)
     torch.manual_seed(args.seed)
     settings = config(args.vocabulary, args.context)
     settings.save_pretrained(base)

@@ -28,7 +28,7 @@ TEMPLATE = """\
 {%- macro listed() -%}
     {%- if tools -%}
         {{- '<tools>\\n' -}}
-        {%- for tool in tools -%}{{- (tool.function | tojson) + '\\n' -}}{%- endfor -%}
+        {%- for tool in tools -%}{{- SHOWN + '\\n' -}}{%- endfor -%}
         {{- '</tools>\\n' -}}
     {%- endif -%}
 {%- endmacro -%}
@@ -53,8 +53,15 @@ TEMPLATE = """\
 """
 
 
-def write(out: Path, texts: Iterable[str], vocabulary: int, context: int) -> None:
-    """Train on ``texts`` (no markers in them); write tokenizer, chat template, and a config that holds the context."""
+SCHEMA = "(tool.function | tojson)"
+SIGNATURE = "tool.function.name + '(' + tool.function.parameters.properties | join(', ') + ')'"
+
+
+def write(out: Path, texts: Iterable[str], vocabulary: int, context: int, *, signatures: bool = False) -> None:
+    """Train on ``texts`` (no markers in them); write tokenizer, chat template, and a config that holds the context.
+
+    ``signatures``: the template shows a tool's name and parameters instead of its whole schema.
+    """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_ALONE), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -80,5 +87,5 @@ def write(out: Path, texts: Iterable[str], vocabulary: int, context: int) -> Non
         "model_max_length": context,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (out / "chat_template.jinja").write_text(TEMPLATE)
+    (out / "chat_template.jinja").write_text(TEMPLATE.replace("SHOWN", SIGNATURE if signatures else SCHEMA))
     (out / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
