@@ -19,7 +19,7 @@ from client_parts import (
     working,
 )
 from clients import needs, staged
-from player import Ask, Say, calls
+from player import Ask, Say, calls, thinks
 
 needs("codex")
 
@@ -55,6 +55,30 @@ async def test_a_history_that_only_grows_is_one_leaf_whatever_cells_do(tmp_path)
     ) as stage:
         played = await stage.run("Do the steps.", wanted=wanted(4))
     check_worked(played, len(extra))
+
+
+async def test_a_free_text_tool_of_a_model_it_knows(tmp_path):
+    """``apply_patch`` takes one text: to the policy it is the parameter ``input``."""
+    patch = '*** Begin Patch\n*** Add File: note\n+hello \u00e9 "x"\n*** End Patch'
+
+    def part(ask: Ask) -> Say:
+        assert '"name": "apply_patch"' in ask.tools
+        done = "Success" in ask.last
+        return Say(KIT.end if done else thinks("patch", calls(("apply_patch", {"input": patch}))), role="main")
+
+    async with staged(tmp_path, "codex", part, options={"model": "gpt-5.5"}, executions=FEW) as stage:
+        played = await stage.run("Write a note.", wanted={"note": 'hello \u00e9 "x"'})
+    assert (played.result.exit_code, played.result.reward) == (0, 1.0), played.log[-3000:]
+    assert played.leaves == {"main": 1} and not played.forks and len(played.tree.calls()) == 2, played.draw()
+
+
+async def test_tools_that_the_policy_would_not_see_are_refused(tmp_path):
+    """Newer models get their tools, which are JavaScript, inside the input."""
+    options = {"model": "gpt-6-sol"}
+    async with staged(tmp_path, "codex", lambda _: KIT.end, options=options, executions=FEW) as stage:
+        played = await stage.run("Write.")
+    assert played.result.exit_code == 1 and "tools belong into tools" in played.log
+    assert not played.tree.calls() and played.session.counters.refused == 1
 
 
 async def test_two_sub_agents_at_once(tmp_path):

@@ -37,7 +37,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """``[harness.options]`` for ``kind = "codex"``."""
 
     path: str | None = None  # the program; None: where ``opengyre harness list`` finds it
-    model: str = "opengyre"  # the name it asks for; a name it knows selects its prompt and tools, apply_patch for one
+    model: str = (
+        "opengyre"  # the name it asks for; one it knows selects another prompt and tools, see docs/harnesses.md
+    )
     sub_agents: bool = True  # False: without the tools of multi_agent_v1
     goals: bool = False  # True: with its three tools for goals and budgets
     settings: dict[str, Any] = {}  # as in its config.toml; wins over ours

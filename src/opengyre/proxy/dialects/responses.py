@@ -66,6 +66,8 @@ class Responses(Dialect):
                 _add(into, "tool", [ToolResult(str(item.get("call_id", "")), text)])
             case "item_reference":
                 raise Refusal(f"{where}: nothing is stored here; send the item itself")
+            case "additional_tools":  # shown as a placeholder, the policy would work without any tool
+                raise Refusal(f"{where}: tools belong into tools; Codex puts them there for models it does not know")
             case _:
                 _add(into, "user", [into.placeholder(item)])
 

@@ -83,6 +83,8 @@ CONTRACT: Contract = (
          {"type": "custom_tool_call_output", "call_id": "a", "output": "hello"}),
     Rule(_ITEM, "web_search_call", _SHOWN, "like any item of a type not named here",
          {"type": "web_search_call", "id": "ws", "status": "completed"}),
+    Rule(_ITEM, "additional_tools", _REFUSED, "tools belong into `tools`; Codex puts them there for models it does not "
+         "know", {"type": "additional_tools", "role": "developer", "tools": []}),
     Rule(_ITEM, "item_reference", _REFUSED, "nothing is stored here; send the item itself",
          {"type": "item_reference", "id": "msg_1"}),
     Rule(_TOOL, "function", _YES, "`strict` is not enforced", _FUNCTION),
