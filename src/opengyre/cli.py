@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     from opengyre.export import command as export
     from opengyre.proxy import command as proxy
     from opengyre.run import command as collect
+    from opengyre.simulate import command as simulate
     from opengyre.training import command as sft
 
     collect.add_parser(commands, common)
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_parser(commands, common)
     proxy.add_parser(commands, common)
     harness.add_parser(commands, common)
+    simulate.add_parser(commands, common)
     return parser
 
 

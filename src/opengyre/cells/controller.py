@@ -18,7 +18,8 @@ from functools import partial
 import msgspec
 
 from opengyre.cells.live import LiveCell, Published, Switch
-from opengyre.cells.policies.base import Action, CellView, Decision, Policy, Snapshot
+from opengyre.cells.policies.base import Action, CellView, Decision, IdleSteps, Policy, Snapshot, wants_outlook
+from opengyre.cells.policies.survival import Outlook
 from opengyre.cells.pulse import Pulse
 from opengyre.cells.state import CellState
 from opengyre.cells.step import OpenStep
@@ -42,6 +43,7 @@ class Work(msgspec.Struct, frozen=True):
     admissible_queries: int
     step_groups: int
     ready_groups: int
+    missing_groups: int = 0  # that the open step still waits for
 
 
 class Controller:
@@ -58,6 +60,7 @@ class Controller:
         work: Callable[[], Work],
         restore_core: Callable[[CellProcess, int], Awaitable[int]],
         on_roles: Callable[[], None],
+        outlook: Callable[[int], Outlook] = lambda missing_groups: Outlook(),
     ) -> None:
         self.pulse = Pulse()
         self.core_lock = asyncio.Lock()
@@ -68,6 +71,8 @@ class Controller:
         self._core = next(cell for cell in cells if cell.spec.core)
         self._config, self._cluster, self._policy, self._events = config, cluster, policy, events
         self._work, self._restore_core, self._on_roles = work, restore_core, on_roles
+        self._outlook = outlook
+        self._idle = IdleSteps()
         self._switch_costs: list[float] = []
         self._switches = 0
         self._version = -1  # the committed one; -1 until the core has said what the run stands on
@@ -123,6 +128,11 @@ class Controller:
         """The core's process. Raises CellError while it is being replaced."""
         return self._core.process
 
+    @property
+    def core_trains(self) -> bool:
+        """True in the training role: the core's engine samples nothing whose weights a commit would change."""
+        return self._core.state is CellState.TRAINING
+
     def core_broken(self, process: CellProcess, reason: str) -> None:
         """This process of the core's failed a call; it is replaced unless it was already."""
         if self._core.has_process and self._core.process is process:
@@ -175,7 +185,8 @@ class Controller:
     def snapshot(self) -> Snapshot:
         """What the policy sees."""
         work, step = self._work(), self.open_step
-        return Snapshot(
+        outlook = self._outlook(work.missing_groups) if wants_outlook(self._policy) else Outlook()
+        snapshot = Snapshot(
             now=self._events.now,
             cells=[
                 CellView(
@@ -185,6 +196,7 @@ class Controller:
                     version=cell.version,
                     running=cell.running,
                     since=cell.since,
+                    kv_tokens=cell.kv_tokens,
                 )
                 for cell in self.cells.values()
             ],
@@ -198,12 +210,28 @@ class Controller:
             claimable_micro_steps=step.claimable if step else 0,
             claimed_micro_steps=step.claimed if step else 0,
             micro_step_s=step.micro_step_s if step else None,
+            step_eta_s=outlook.step_eta_s,
+            next_group_s=outlook.next_group_s,
             step_open=step is not None,
             step_full=step is not None and step.closed,
             version=self.published.version,
             switch_cost_s=statistics.median(self._switch_costs) if self._switch_costs else None,
             switches=self._switches,
         )
+        return self._idle.note(snapshot)
+
+    def admit(self, admissible: int) -> int:
+        """How many of so many queries the policy has started now."""
+        if not admissible:
+            return 0
+        snapshot = self.snapshot()
+        decision = self._policy.decide(snapshot)
+        if decision.admit is None:
+            return admissible
+        admitted = min(admissible, decision.admit)
+        if admitted:
+            self._log(decision, [], snapshot)
+        return admitted
 
     async def _control(self) -> None:
         try:
@@ -224,7 +252,12 @@ class Controller:
         actions = [msgspec.to_builtins(action) for action in started]
         policy = self._config.schedule.policy
         self._events.emit(
-            "decision", policy=policy, actions=actions, reason=decision.reason, snapshot=msgspec.to_builtins(snapshot)
+            "decision",
+            policy=policy,
+            actions=actions,
+            admit=decision.admit,
+            reason=decision.reason,
+            snapshot=msgspec.to_builtins(snapshot),
         )
 
     def _begin(self, action: Action, reason: str) -> bool:
@@ -312,7 +345,8 @@ class Controller:
     async def _probe_one(self, cell: LiveCell, timeout_s: float) -> None:
         process = cell.process
         try:
-            await process.call("load", timeout_s=timeout_s)
+            load = await process.call("load", timeout_s=timeout_s)
+            cell.kv_tokens = load["kv_tokens"]
         except CellError as error:
             if cell.has_process and cell.process is process:  # it may have been replaced meanwhile
                 self._broken(cell, str(error))

@@ -99,6 +99,7 @@ class LiveCell:
         self.spec = spec
         self.engine = CellEngine(spec.name)
         self.version = -1
+        self.kv_tokens: int | None = None  # KV its engine holds, when it was last asked; None: not asked in this role
         self.training: asyncio.Task[None] | None = None
         self.switching: asyncio.Task[None] | None = None
         self._process: CellProcess | None = None
@@ -227,6 +228,7 @@ class LiveCell:
         self._open(reason)
 
     def _open(self, reason: str) -> None:
+        self.kv_tokens = None
         self._to(CellState.ROLLOUT, reason)
         self._router.add(self.engine, self._slots)
 

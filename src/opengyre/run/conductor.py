@@ -94,8 +94,8 @@ class Conductor:
         return step
 
     def _admit(self) -> None:
-        """Start as many queries as the staleness bound allows."""
-        for _ in range(self._assembler.admissible()):
+        """Start as many queries as the staleness bound allows and the policy wants now."""
+        for _ in range(self._controller.admit(self._assembler.admissible())):
             number = self._assembler.admitted
             task = self._task(number)
             query_id = f"q{number:06d}"
@@ -155,7 +155,7 @@ class Conductor:
         while True:
             seen = self._controller.pulse.count
             async with self._controller.core_lock:
-                if step.complete and self._controller.core_alive:
+                if step.complete and self._controller.core_alive and self._controller.core_trains:
                     try:
                         await self._apply(step)
                     except CellError as error:  # the core is being replaced; the step starts over on the new one

@@ -112,6 +112,7 @@ async def assemble_parts(
             work=flow.work,
             restore_core=_core_restorer(run_dir),
             on_roles=flow.set_limits,
+            outlook=lambda missing: states.survival.outlook(events.now, missing),
         )
         flow.controller, states.fail = controller, controller.fail
         stack.push_async_callback(controller.close)
@@ -167,6 +168,7 @@ class _Flow:
             admissible_queries=self._assembler.admissible(),
             step_groups=len(self._assembler.step_groups),
             ready_groups=len(self._assembler.ready),
+            missing_groups=self._assembler.missing,
         )
 
     def set_limits(self) -> None:

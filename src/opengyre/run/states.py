@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from opengyre.cells.policies.survival import Survival
 from opengyre.errors import OpenGyreError
 from opengyre.executions.outcome import ExecutionResult, Outcome
 from opengyre.executions.task import Task
@@ -21,6 +22,7 @@ class ExecutionStates:
     def __init__(self, events: EventLog, journal: Journal, harvest: Harvest, door: SessionDoor, guard: Guard) -> None:
         self._events, self._journal, self._harvest, self._door = events, journal, harvest, door
         self._guard = guard
+        self.survival = Survival()  # what policies are told of how long executions take
         self.fail: Callable[[OpenGyreError], None] = lambda error: None  # how a run that cannot work is ended
 
     def __call__(
@@ -32,7 +34,10 @@ class ExecutionStates:
         about["split"] = "held_out" if held_out else "train"
         if result is None:
             self._events.emit("execution", **about, state=state)
+            if not held_out:
+                self._begins(execution_id, query_id, state)
             return
+        self.survival.ended(execution_id, query_id, self._events.now, counts=result.outcome.scored)
         cancelled = result.outcome is Outcome.CANCELLED  # a resumed run runs it again, under another id
         if not cancelled:
             self._journal.finish(result)
@@ -57,3 +62,9 @@ class ExecutionStates:
             self._door.forget(execution_id)
         if error := self._guard.finished(result):
             self.fail(error)
+
+    def _begins(self, execution_id: str, query_id: str, state: str) -> None:
+        if state == "queued":
+            self.survival.queued(execution_id, query_id)
+        elif state == "running":
+            self.survival.started(execution_id, query_id, self._events.now)

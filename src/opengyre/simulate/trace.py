@@ -10,6 +10,7 @@ run cut at its deadline is replayed as far as it came, with no deadline. Held-ou
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -32,10 +33,8 @@ _FAST = 1e9  # tokens per second of what was too quick to be measured
 class Recorded:
     """Scripts of a recorded run, in its admission order; beyond its last query it starts over."""
 
-    seed = 0
-
-    def __init__(self, groups: list[list[Script]]) -> None:
-        self._groups = groups
+    def __init__(self, groups: list[list[Script]], seed: int = 0) -> None:
+        self._groups, self.seed = groups, seed
         turns = [turn for group in groups for script in group for turn in script.turns]
         tokens = sum(turn.tokens for turn in turns) or 1.0
         self.mean_context = sum(turn.context * turn.tokens for turn in turns) / tokens
@@ -43,6 +42,12 @@ class Recorded:
     def query(self, number: int) -> list[Script]:
         """The executions of one query."""
         return self._groups[number % len(self._groups)]
+
+    def resampled(self, seed: int | None) -> Recorded:
+        """As many queries, drawn from these with replacement; None or 0: as they are."""
+        if not seed:
+            return self
+        return Recorded(random.Random(seed).choices(self._groups, k=len(self._groups)), seed)
 
 
 class Trace:

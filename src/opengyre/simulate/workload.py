@@ -34,6 +34,7 @@ class Cluster(_Table, frozen=True, kw_only=True):
 
     cells: int = 4
     nodes_per_cell: int = 1
+    gpus_per_node: int = 8
     slots: int = 16
     cell_mtbf_h: float = 0.0  # mean hours between failures of one cell; 0: never
 
@@ -64,6 +65,7 @@ class Executions(_Table, frozen=True, kw_only=True):
     score_s: float = 60.0
     context: float = 100_000.0  # tokens a sampled token reads, on average
     prompt_per_sampled: float = 1.0  # new prompt tokens (tool results) per sampled one
+    reference_slots: int | None = None  # slots per cell at which the durations hold; None: cluster.slots
     abort_share: float = 0.0  # executions lost to infrastructure and replaced, each at a random moment
 
     @property
@@ -150,9 +152,9 @@ class Workload(_Table, frozen=True, kw_only=True):
 
     @property
     def reference_token_s(self) -> float:
-        """Seconds between two tokens of a call when all slots of its cell are taken."""
+        """Seconds between two tokens of a call when all slots of its cell are taken (``reference_slots`` of them)."""
         e = self.executions
-        calls = max(1.0, self.cluster.slots * e.model_share)
+        calls = max(1.0, (e.reference_slots or self.cluster.slots) * e.model_share)
         return self.cost.decode_step_s(calls, calls * e.context) + calls * self.cost.prefill_s(e.prompt_per_sampled)
 
     @property
@@ -193,6 +195,7 @@ _RANGES: list[tuple[str, float, float]] = [
     ("executions.model_share", 0.01, 1),
     ("executions.turns", 1, 10_000),
     ("executions.timeout_h", 1e-9, 1e6),
+    ("executions.reference_slots", 1, 1e6),
     ("executions.abort_share", 0, 0.9),
     ("training.micro_steps_per_group", 1, 1e5),
 ]
