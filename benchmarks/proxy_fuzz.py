@@ -31,19 +31,22 @@ def main() -> int:
     options.add_argument("--processes", type=int, default=1)
     options.add_argument("--seed", type=int, default=0, help="of the first process; the others count on from it")
     options.add_argument("--failures", type=float, default=0.005, help="share of engine calls and recordings that fail")
+    options.add_argument("--minutes", type=float, default=float("inf"), help="stop early, and say how many were sent")
     told = options.parse_args()
     began = time.perf_counter()
     with ProcessPoolExecutor(told.processes, multiprocessing.get_context("spawn")) as pool:
         seeds = range(told.seed, told.seed + told.processes)
-        runs = [pool.submit(one, told.requests // told.processes, seed, told.failures) for seed in seeds]
+        runs = [
+            pool.submit(one, told.requests // told.processes, seed, told.failures, told.minutes * 60) for seed in seeds
+        ]
         reports = [run.result() for run in runs]
     return tell(reports, time.perf_counter() - began)
 
 
-def one(requests: int, seed: int, failures: float) -> Report:
+def one(requests: int, seed: int, failures: float, limit_s: float) -> Report:
     """One proxy, in this process."""
     with TemporaryDirectory() as folder:
-        return asyncio.run(fuzz(Path(folder), requests, seed=seed, failures=failures))
+        return asyncio.run(fuzz(Path(folder), requests, seed=seed, failures=failures, limit_s=limit_s))
 
 
 def tell(reports: list[Report], seconds: float) -> int:

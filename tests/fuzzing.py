@@ -99,8 +99,19 @@ class Report:
         self.failures.append(f"{what}:{shown} {more[:600]}")
 
 
-async def fuzz(folder: Path, requests: int, *, seed: int = 0, workers: int = 8, failures: float = 0.005) -> Report:
-    """Send ``requests`` mutated requests; ``failures`` is the share of engine calls and of recordings that fail."""
+async def fuzz(
+    folder: Path,
+    requests: int,
+    *,
+    seed: int = 0,
+    workers: int = 8,
+    failures: float = 0.005,
+    limit_s: float = float("inf"),
+) -> Report:
+    """Send ``requests`` mutated requests, fewer if it takes longer than ``limit_s``.
+
+    ``failures`` is the share of engine calls and of recordings that fail.
+    """
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it tells of every hostile byte
     report, rng = Report(), random.Random(seed)
     async with opened(folder, context=20_000, pins=SamplingConfig(max_tokens=64)) as door:
@@ -112,7 +123,8 @@ async def fuzz(folder: Path, requests: int, *, seed: int = 0, workers: int = 8, 
         over = asyncio.Event()
         canary = asyncio.create_task(_canary(door, over, report))
         began = time.perf_counter()
-        each = [_worker(door, i, seed, requests // workers, report) for i in range(workers)]
+        end = began + limit_s
+        each = [_worker(door, i, seed, requests // workers, report, end) for i in range(workers)]
         await asyncio.gather(*each)
         report.seconds = time.perf_counter() - began
         over.set()
@@ -140,10 +152,12 @@ def _state(door: Door, name: str) -> tuple[Any, ...]:
     return len(session.tree), len(session.tree.calls()), str(session.counters), session.started, session.history.epoch
 
 
-async def _worker(door: Door, number: int, seed: int, requests: int, report: Report) -> None:
+async def _worker(door: Door, number: int, seed: int, requests: int, report: Report, end: float) -> None:
     rng = random.Random(f"{seed}.{number}")
     name, key, url, own = "", "", "", 0
     for i in range(requests):
+        if time.perf_counter() > end:
+            break
         if i % REQUESTS_PER_SESSION == 0:
             if name:
                 _check_session(door, name, own, report)
