@@ -144,7 +144,7 @@ class Stage:
         wanted: dict[str, str] | None = None,
         files: dict[str, str] | None = None,
         env: dict[str, str] | None = None,
-        agent_s: float = 240.0,
+        agent_s: float = 900.0,  # no test waits for it; a loaded machine starts a client in minutes
         harness: Harness | None = None,
         clock: asyncio.Event | None = None,
         checked: bool = True,
