@@ -122,8 +122,7 @@ async def test_long_silences_before_and_within_a_turn(tmp_path):
 
 
 async def test_connections_that_break(tmp_path):
-    """In mid-turn the client asks again and the half turn is no part of its history; what broke while the whole answer
-    was on its way is handed out again. Neither is sampled twice into one history, nor trained twice."""
+    """The client asks again; what it never saw stays a leaf and is not trained."""
 
     async def cut(_: ScriptedEngine) -> None:
         for connection in stage.door.server._runner.server.connections:
@@ -140,9 +139,11 @@ async def test_connections_that_break(tmp_path):
     async with staged(tmp_path, "claude_code", part, options=BARE) as stage:
         played = await stage.run("Two steps.", wanted={"steps": "0\n1"})
     assert (played.result.exit_code, played.result.reward) == (0, 1.0)
-    assert played.leaves == {"main": 2} and played.forks == {"retry": 1}, played.draw()
-    (lost,) = [c for c in played.tree.calls() if not c.meta.delivered]
-    assert not played.tree.trainable(lost.reply_node) and played.session.counters.undelivered == 1
+    joined = played.session.counters.joined  # 1 where the machine is so slow that the call still runs
+    assert played.leaves == {"main": 2 - joined} and sum(played.forks.values()) == 1 - joined, played.draw()
+    lost = [c for c in played.tree.calls() if not c.meta.delivered]
+    assert len(lost) == played.session.counters.undelivered == 1 - joined
+    assert not any(played.tree.trainable(c.reply_node) for c in lost)
 
 
 async def test_the_deadline_scores_what_is_there_and_closes_the_door(tmp_path):
