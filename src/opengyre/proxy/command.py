@@ -26,9 +26,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         " itself. docs/proxy.md shows how a trainer opens sessions and fetches samples.",
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder, or quickstart")
-    parser.add_argument(
-        "--engine", action="append", default=[], metavar="URL", help="a server; repeat it for more"
-    )
+    parser.add_argument("--engine", action="append", default=[], metavar="URL", help="a server; repeat it for more")
     parser.add_argument("--kind", choices=("auto", "sglang", "vllm"), default="auto", help="auto: it is asked")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free one")
