@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
+from opengyre import named
 from opengyre.config import TasksConfig
 from opengyre.errors import ConfigError, TaskError, boundary
 from opengyre.executions.task import TaskSet
@@ -12,7 +12,7 @@ from opengyre.executions.tasks_folder import FolderTasks
 
 
 def make_tasks(config: TasksConfig) -> TaskSet:
-    """The task set for ``tasks.kind``: ``quickstart``, ``folder``, or a ``module:function`` called with the config.
+    """The task set for ``tasks.kind``: ``quickstart``, ``folder``, or a function called with the config, by name.
 
     Raises:
         ConfigError: unknown kind, missing path, no such function.
@@ -26,11 +26,9 @@ def make_tasks(config: TasksConfig) -> TaskSet:
         if config.path is None:
             raise ConfigError("is not set", where="tasks.path", right="a folder with one sub-folder per task")
         return FolderTasks(Path(config.path), seed=config.seed)
-    module, colon, name = config.kind.partition(":")
-    if not colon:
-        raise ConfigError(f"{config.kind!r}", where="tasks.kind", right="quickstart, folder or module:function")
-    with boundary(ConfigError, f"tasks.kind {config.kind}"):
-        function = getattr(importlib.import_module(module), name)
+    if ":" not in config.kind:
+        raise ConfigError(f"{config.kind!r}", where="tasks.kind", right=f"quickstart, folder, {named.RIGHT}")
+    function = named.load(config.kind, "tasks.kind")
     with boundary(TaskError, f"tasks.kind {config.kind}"):
         made: TaskSet = function(config)
         return made

@@ -13,19 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from opengyre.config import RunConfig
 from opengyre.errors import ConfigError, EngineError, OpenGyreError, RecordError, boundary
 from opengyre.executions.groups import GroupRunner
 from opengyre.executions.outcome import ExecutionResult
@@ -33,11 +27,10 @@ from opengyre.executions.runner import Runner
 from opengyre.executions.task import Task
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
-from opengyre.proxy.render import Renderer
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Sessions
 from opengyre.record.store import Store
-from opengyre.rollout.base import RolloutEngine
+from opengyre.rollout.custom import MakeEngine, load_engine
 from opengyre.run.door import SessionDoor
 from opengyre.run.guard import Guard
 from opengyre.run.harvest import Harvest
@@ -48,7 +41,6 @@ from opengyre.run.states import ExecutionStates
 from opengyre.watch.events import EventLog, read
 from opengyre.watch.report import write_report
 
-MakeEngine = Callable[[RunConfig, Renderer], RolloutEngine]
 Said = Callable[[str], None]
 
 
@@ -75,31 +67,6 @@ class _Parts:
     door: SessionDoor
     guard: Guard
     failure: asyncio.Future[Any]
-
-
-def load_engine(name: str) -> MakeEngine:
-    """A maker of engines by ``module:function`` or ``path/to/file.py:function``, called with (config, renderer).
-
-    Raises:
-        ConfigError: no such module, file or function, or it does not load.
-    """
-    module, colon, function = name.rpartition(":")
-    if not colon or not module:
-        raise ConfigError(f"{name!r}", where="--engine", right="module:function, or path/to/file.py:function")
-    with boundary(ConfigError, f"--engine {name}"):
-        loaded = _from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-        made: MakeEngine = getattr(loaded, function)
-        return made
-
-
-def _from_file(path: Path) -> ModuleType:
-    """The module of a file; what lies beside it can be imported from it, as if it were run as a script."""
-    if not path.is_file():
-        raise ConfigError("no such file", where=f"--engine {path}")
-    folder = str(path.absolute().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(path.stem)
 
 
 def collect(
