@@ -33,7 +33,6 @@ from opengyre.proxy.reply import Reply
 from opengyre.proxy.request import HEADERS, Asked, count, prepare
 from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import TextStream
-from opengyre.proxy.turns import Turns
 from opengyre.record.types import Finish
 
 MAX_BODY_BYTES = 64 << 20  # 1M tokens are about 4 MB of text; images in a history take the rest
@@ -110,7 +109,6 @@ class _Door:
 
     def __init__(self, sessions: Sessions, driver: CallDriver, config: ProxyConfig) -> None:
         self._sessions, self._driver, self._config = sessions, driver, config
-        self._turns = Turns()
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "render")
 
     async def close(self, _: web.Application) -> None:
@@ -203,7 +201,7 @@ class _Door:
         try:
             if asked.new_bytes > INLINE_BYTES:
                 return await asyncio.get_running_loop().run_in_executor(self._aside, work, *args)
-            await self._turns.take()
+            await self._driver.turns.take()
             return work(*args)
         except RecursionError:
             raise Refusal("the body is nested too deeply") from None

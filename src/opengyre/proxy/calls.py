@@ -35,6 +35,7 @@ from opengyre.proxy.router import Lease, Router
 from opengyre.proxy.sampled import Sampled
 from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import StopWatch
+from opengyre.proxy.turns import Turns
 from opengyre.record.call import CommittedCall, digest_ids
 from opengyre.record.types import CallMeta, Finish, Ids
 from opengyre.rollout.base import GenerateRequest, RequestRefused
@@ -131,6 +132,7 @@ class CallDriver:
         self, renderer: Renderer, router: Router, sessions: Sessions, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.renderer, self.router, self.sessions = renderer, router, sessions
+        self.turns = Turns()
         self._clock = clock
         self._running: dict[asyncio.Task[None], LiveCall] = {}
         self._stopped = False
@@ -305,6 +307,7 @@ class CallDriver:
         new = [*prepared.conversation.messages[prepared.attach.n_messages :], turn.message]
         plain = [_plain(message) for message in new]
         await asyncio.wrap_future(self.sessions.store.submit(session.execution_id, call, plain))
+        await self.turns.take()  # calls that shared a transaction are not all answered in one turn of the loop
         session.tree.commit(call)
         session.history.remember(prepared.key, turn.message, delivered=delivered)
         self._keep_line(live, ids)

@@ -1,10 +1,11 @@
 """Heavy work, let into the event loop one piece a turn.
 
     a thousand requests arrive ──▶ in line ──▶ one is read and rendered ──▶ everything else that is due ──▶ the next
+    fifty calls are durable    ──▶    "    ──▶ one enters its tree, and is answered
 
 Without it a loop works through all that is ready before it looks at its timers and sockets again: a thousand requests
-of 2 ms each would keep every keep-alive waiting for 2 s. What is let in is what all later work of a call follows from,
-so nothing else needs to stand in line.
+of 2 ms each would keep every keep-alive waiting for 2 s. All other work of a call follows from these two steps, so
+nothing else needs to stand in line.
 """
 
 from __future__ import annotations
