@@ -9,9 +9,7 @@ import pytest
 import tiny_run
 from opengyre.cli import main
 from opengyre.config import RunConfig, to_toml
-from opengyre.errors import ConfigError
 from opengyre.record.store import Store
-from opengyre.run.collect import load_engine
 from opengyre.samples.recorded import Keep, read_recorded
 
 PROGRAM = """
@@ -98,15 +96,3 @@ def test_without_an_engine_the_own_model_on_the_own_cells_answers(
         tree = store.load_tree(store.executions()[0].execution_id)
     cells = {span.cell for *_, span in tree.path(tree.leaves()[0]) if span.sampled}
     assert cells <= {"satellite-1", "satellite-2"}
-
-
-def test_engines_that_do_not_load_are_named(tmp_path: Path) -> None:
-    (tmp_path / "engines_here.py").write_text("")
-    for name, error in (
-        ("nothing", "module:function"),
-        (f"{tmp_path}/none.py:engine", "no such file"),
-        (f"{tmp_path}/engines_here.py:engine", "has no attribute 'engine'"),
-        ("no_such_module:engine", "No module named"),
-    ):
-        with pytest.raises(ConfigError, match=error):
-            load_engine(name)
