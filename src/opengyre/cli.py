@@ -9,6 +9,7 @@ from pathlib import Path
 from opengyre import __version__
 from opengyre.errors import ConfigError, OpenGyreError
 
+PACED_SPEED = 60.0  # an hour in a minute: what a harness can keep up with
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130  # 130: as shells report SIGINT
 
 
@@ -46,6 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", help="a TOML file, a run folder (with --resume), or quickstart")
     train.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override a config key")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, stop")
+    train.add_argument(
+        "--paced",
+        nargs="?",
+        type=float,
+        const=PACED_SPEED,
+        metavar="SPEED",
+        help=f"dry run: cells take their time from a cost model, SPEED (default {PACED_SPEED:g}) times as fast",
+    )
     train.add_argument("--resume", action="store_true", help="go on with the run in run_dir")
     train.set_defaults(run=_train)
 
@@ -86,7 +95,7 @@ def _train(args: argparse.Namespace) -> int:
     from opengyre.run.train import train
 
     path = CONFIG_FILE if args.config == "quickstart" else Path(args.config)
-    overrides: list[str] = args.set
+    overrides: list[str] = args.set + ([] if args.paced is None else [f"paced.speed={args.paced}"])
     if args.resume and path.is_dir():
         path, overrides = path / "config.toml", [*overrides, f"run_dir={str(path.absolute())!r}"]
     config = load(path, overrides)

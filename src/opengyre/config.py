@@ -166,6 +166,15 @@ class WatchConfig(_Table, frozen=True, kw_only=True):
     report: bool = True
 
 
+class PacedConfig(_Table, frozen=True, kw_only=True):
+    """A dry run: real protocol and real state, cells that compute nothing and take their time from a cost model."""
+
+    speed: float = 0.0  # seconds of the modelled cluster in one of ours; 0: a real run
+    workload: str | None = None  # a workload (opengyre simulate --list, or a file) whose [cost] is the model's
+    program: str | None = None  # "module:function" making the engine that says what is said; None: filler
+    token_scale: float = 1.0  # tokens that the cost model is told of for each of ours
+
+
 class RunConfig(_Table, frozen=True, kw_only=True):
     """A whole training run."""
 
@@ -186,6 +195,7 @@ class RunConfig(_Table, frozen=True, kw_only=True):
     samples: SamplesConfig = SamplesConfig()
     eval: EvalConfig = EvalConfig()
     watch: WatchConfig = WatchConfig()
+    paced: PacedConfig = PacedConfig()
 
     def __post_init__(self) -> None:
         for key, low in _MINIMA.items():
@@ -239,6 +249,8 @@ _MINIMA: dict[str, float] = {
     "train.checkpoint_every": 1,
     "train.keep_checkpoints": 1,
     "executions.max_calls": 1,
+    "paced.speed": 0.0,
+    "paced.token_scale": 1e-3,
     "eval.every": -1,
 }
 

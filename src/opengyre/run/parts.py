@@ -15,7 +15,7 @@ from opengyre.cells.controller import Controller, Work
 from opengyre.cells.live import LiveCell
 from opengyre.cells.policies import make_policy
 from opengyre.cells.state import FALLBACK, CellMachine, CellState
-from opengyre.cluster.base import CellProcess, CellSpec
+from opengyre.cluster.base import CellProcess, CellSpec, Cluster
 from opengyre.cluster.local import LocalCluster
 from opengyre.config import RunConfig
 from opengyre.errors import RecordError
@@ -27,6 +27,7 @@ from opengyre.proxy.calls import CallDriver
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Sessions
 from opengyre.record.store import Store
+from opengyre.rollout.custom import load_engine
 from opengyre.run.door import SessionDoor
 from opengyre.run.evaluation import Evaluation
 from opengyre.run.guard import Guard
@@ -96,7 +97,7 @@ async def assemble_parts(
         door = SessionDoor(sessions, config)
         harvest = Harvest(config, store, door.tree, run_dir, prepared.renderer.decode)
         guard = Guard()
-        states = ExecutionStates(events, journal, harvest, door, guard)
+        states = ExecutionStates(events, journal, harvest, door, guard, speed=config.paced.speed or 1.0)
         runner = Runner(config, prepared.harness, door, run_dir / "executions", states)
         flow = _Flow(config, events, assembler)
         groups, held_out = (flow.group_runner(runner, states) for _ in range(2))
@@ -106,7 +107,7 @@ async def assemble_parts(
         controller = Controller(
             config,
             _cells(prepared, run_id, router, events, core_may_leave=policy.moves_core),
-            LocalCluster(run_dir / "logs"),
+            _cluster(prepared),
             policy,
             events,
             work=flow.work,
@@ -188,6 +189,20 @@ class _Flow:
             slots = self._config.cells.slots
             self._events.emit("waterlevel", queued=work.queued, running=work.running, rollout_cells=cells, slots=slots)
             self.controller.pulse.beat()
+
+
+def _cluster(prepared: Prepared) -> Cluster:
+    """Where the run's cells live."""
+    config = prepared.config
+    if not config.paced.speed:
+        return LocalCluster(prepared.run_dir / "logs")
+    from opengyre.paced.cell import PacedCluster
+    from opengyre.paced.pace import cost_model, pace_of
+    from opengyre.paced.speech import Speech
+
+    name, renderer = config.paced.program, prepared.renderer
+    program = None if name is None else load_engine(name, "paced.program")(config, renderer)
+    return PacedCluster(config, pace_of(config.paced), cost_model(config.paced), Speech(renderer, program))
 
 
 def cell_names(config: RunConfig) -> list[tuple[str, bool]]:

@@ -19,7 +19,17 @@ from opengyre.watch.events import EventLog
 class ExecutionStates:
     """Implements executions.runner.OnState."""
 
-    def __init__(self, events: EventLog, journal: Journal, harvest: Harvest, door: SessionDoor, guard: Guard) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        journal: Journal,
+        harvest: Harvest,
+        door: SessionDoor,
+        guard: Guard,
+        *,
+        speed: float = 1.0,  # seconds of the run's clock in one of ours
+    ) -> None:
+        self._speed = speed
         self._events, self._journal, self._harvest, self._door = events, journal, harvest, door
         self._guard = guard
         self.survival = Survival()  # what policies are told of how long executions take
@@ -48,11 +58,11 @@ class ExecutionStates:
             outcome=result.outcome.value,
             reward=result.reward,
             calls=result.calls,
-            queued_s=result.queued_s,
-            boot_s=result.boot_s,
-            agent_s=result.active_s,
-            held_s=result.held_s,
-            score_s=result.score_s,
+            queued_s=result.queued_s * self._speed,
+            boot_s=result.boot_s * self._speed,
+            agent_s=result.active_s * self._speed,
+            held_s=result.held_s * self._speed,
+            score_s=result.score_s * self._speed,
             detail=result.detail[-300:] if result.reward is None else "",
             **(self._harvest.figures(execution_id) if result.calls else {}),
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from opengyre.errors import OpenGyreError, RecordError
+from opengyre.paced.pace import pace_of
 from opengyre.run.conductor import Conductor
 from opengyre.run.parts import assemble_parts, cell_names
 from opengyre.run.preflight import Prepared, claim_run_dir
@@ -40,7 +41,7 @@ async def _train(prepared: Prepared, output: TextIO) -> Summary:
     config, run_dir = prepared.config, prepared.run_dir
     log = run_dir / "events.jsonl"
     past = list(read(log)) if log.exists() else []
-    events = EventLog(log)
+    events = EventLog(log, clock=pace_of(config.paced).now)
     with contextlib.ExitStack() as stack:
         stack.callback(events.close)
         view = make_view(config.watch, output, past)

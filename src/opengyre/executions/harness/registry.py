@@ -13,7 +13,7 @@ from opengyre.executions.harness.opencode import OpenCode
 from opengyre.executions.harness.quickstart import QuickstartHarness
 from opengyre.executions.harness.qwen_code import QwenCode
 
-KINDS = ("quickstart", "command", "claude_code", "opencode", "codex", "qwen_code", "mini_swe_agent")
+KINDS = ("quickstart", "command", "claude_code", "opencode", "codex", "qwen_code", "mini_swe_agent", "paced")
 
 
 def make_harness(config: HarnessConfig, limits: Limits | None = None) -> Harness:
@@ -37,4 +37,8 @@ def make_harness(config: HarnessConfig, limits: Limits | None = None) -> Harness
             return QwenCode(config, limits)
         case "mini_swe_agent":
             return MiniSweAgent(config, limits)
+        case "paced":
+            from opengyre.paced.workload import PacedHarness  # the simulator's modules are of no use to other runs
+
+            return PacedHarness(config)
     raise ConfigError(f"{config.kind!r}", where="harness.kind", right=", ".join(KINDS))

@@ -1,0 +1,218 @@
+"""Cells that keep real protocol and real state, and take their time from a cost model.
+
+    controller ── call, notify ──▶ PacedCell ─┬─ PacedEngine   who says what, how fast
+               ◀── chunk ─────────            └─ sum           the ids of the micro-steps in it, and how many
+
+They answer the calls of ``cells/worker.py`` and live in the conductor's own process: nothing is computed, so nothing
+needs a process. A gradient sum is a list of what went into it, so the ledger's promise can be checked at every commit.
+Calls are answered one after the other, as one thread would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opengyre.cells.channel import EventHandler
+from opengyre.cluster.base import CellSpec
+from opengyre.config import RunConfig
+from opengyre.errors import CellError, EngineError, TrainingError
+from opengyre.paced.engine import PacedEngine
+from opengyre.paced.pace import Pace
+from opengyre.paced.speech import Speech
+from opengyre.rollout.base import GenerateRequest, TokenChunk
+from opengyre.rollout.tokens import from_wire
+from opengyre.simulate.cost import CostModel
+from opengyre.training.base import MicroStats, StepStats
+
+STATE_FILE = "state.json"  # what makes a checkpoint whole (training/folders.py)
+
+
+class PacedCluster:
+    """Starts cells in this process. Implements ``cluster.base.Cluster``."""
+
+    def __init__(self, config: RunConfig, pace: Pace, cost: CostModel, speech: Speech) -> None:
+        self._config, self._pace, self._cost, self._speech = config, pace, cost, speech
+        self._sums: dict[str, list[str]] = {}  # handed over, by key
+        self._cells: list[PacedCell] = []
+
+    async def start(self, spec: CellSpec, on_event: EventHandler) -> PacedCell:
+        """Start a cell; it has no weights yet."""
+        cell = PacedCell(spec, on_event, self._config, self._pace, self._cost, self._speech, self._sums)
+        self._cells.append(cell)
+        return cell
+
+    async def close(self) -> None:
+        """End every cell."""
+        for cell in self._cells:
+            await cell.stop(0.0)
+
+
+class PacedCell:
+    """One cell. Implements ``cluster.base.CellProcess``."""
+
+    def __init__(
+        self,
+        spec: CellSpec,
+        on_event: EventHandler,
+        config: RunConfig,
+        pace: Pace,
+        cost: CostModel,
+        speech: Speech,
+        sums: dict[str, list[str]],
+    ) -> None:
+        self.name, self.pid = spec.name, os.getpid()
+        self._on_event, self._pace, self._cost, self._sums = on_event, pace, cost, sums
+        self._scale = config.paced.token_scale
+        self._rate = config.train.learning_rate
+        self._engine = PacedEngine(pace, cost, speech, token_scale=self._scale, send=self._send)
+        self._version, self._sum = 0, list[str]()
+        self._ended = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._submitting: set[asyncio.Task[None]] = set()
+
+    async def call(self, op: str, *, timeout_s: float | None = None, **args: Any) -> Any:
+        """Answer a call in modelled time; ``timeout_s`` never comes, for a model does not hang. Raises CellError."""
+        async with self._turn:
+            if self._ended.is_set():
+                raise CellError(f"is gone; cannot {op}", where=self.name)
+            return await getattr(self, f"_{op}")(**args)
+
+    def notify(self, op: str, **args: Any) -> None:
+        """Take a call for the engine, or its end."""
+        if op == "submit":
+            request = msgspec.convert(args["request"], GenerateRequest, dec_hook=from_wire, builtin_types=(bytes,))
+            task = asyncio.create_task(self._submit(request))
+            self._submitting.add(task)
+            task.add_done_callback(self._submitting.discard)
+        elif op == "abort":
+            self._engine.abort(args["call_id"])
+
+    async def wait(self) -> str:
+        """Return when the cell was stopped."""
+        await self._ended.wait()
+        return "stopped"
+
+    async def stop(self, grace_s: float) -> None:
+        """End it."""
+        self._engine.close()
+        self._ended.set()
+
+    async def _submit(self, request: GenerateRequest) -> None:
+        try:
+            await self._engine.submit(request)
+        except EngineError as error:
+            self._on_event("refused", {"call_id": request.call_id, "reason": str(error)})
+
+    def _send(self, call_id: str, chunk: TokenChunk) -> None:
+        self._on_event("chunk", {"call_id": call_id, "chunk": msgspec.to_builtins(chunk)})
+
+    # --- rollout
+
+    async def _load(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self._engine.load())  # type: ignore[no-any-return]
+
+    async def _preempt(self, export_kv: bool) -> dict[str, int]:
+        calls, tokens = self._engine.preempt(export_kv=export_kv)
+        return {"calls": calls, "kv_tokens": tokens if export_kv else 0}
+
+    async def _release(self, regions: list[str]) -> None:
+        """The engine gives memory up. All of the way to training is here, but for the weights."""
+        self._engine.regions -= set(regions)
+        self._engine.forget_cache()
+        await self._pace.sleep(max(0.0, self._cost.to_train_s - self._cost.pull_s))
+
+    async def _resume(self, regions: list[str]) -> None:
+        await self._pace.sleep(max(0.0, self._cost.to_rollout_s - self._cost.pull_s))
+        self._engine.regions |= set(regions)
+
+    # --- weights
+
+    async def _pull(self, ref: dict[str, Any], version: int) -> None:
+        """Get weights; a serving engine stalls meanwhile, and what it had cached is void."""
+        if self._engine.serving:
+            self._engine.stall(self._cost.pull_s)
+        else:
+            await self._pace.sleep(self._cost.pull_s)
+        self._version, self._sum = version, []
+        self._engine.set_version(version)
+
+    async def _publish(self, key: str) -> dict[str, Any]:
+        await self._pace.sleep(self._cost.publish_s)
+        self._engine.set_version(self._version)
+        return {"key": key}
+
+    # --- training
+
+    async def _micro_step(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        from opengyre.samples.build import unique_tokens
+        from opengyre.samples.types import from_wire as sample_from_wire
+
+        real = [sample_from_wire(s) for s in samples]
+        by_execution: dict[str, list[Any]] = {}
+        for sample in real:
+            by_execution.setdefault(sample.execution_id, []).append(sample)
+        tokens = sum(unique_tokens(own) for own in by_execution.values())
+        seconds = self._cost.train_s(self._scale * tokens)
+        await self._pace.sleep(seconds)
+        self._sum += [s.sample_id for s in real if s.tokens]
+        return msgspec.to_builtins(  # type: ignore[no-any-return]
+            MicroStats(
+                loss_sum=0.0,
+                tokens=sum(s.tokens for s in real),
+                forward_tokens=tokens,
+                clipped=0,
+                ratio_sum=float(len(real)),
+                ratio_max=1.0,
+                trajectories=len(real),
+                logprob_gap_sum=0.0,
+                seconds=seconds,
+            )
+        )
+
+    async def _take_gradients(self, key: str) -> dict[str, Any]:
+        self._sums[key], self._sum = self._sum, []
+        return {"key": key}
+
+    async def _add_gradients(self, ref: dict[str, Any]) -> None:
+        await self._pace.sleep(self._cost.hand_over_s)
+        self._sum += self._sums.pop(ref["key"])
+
+    async def _drop_gradients(self) -> None:
+        self._sum = []
+
+    async def _commit(self, n_executions: int) -> dict[str, Any]:
+        """Step. Raises TrainingError if a sample is in the sum twice: the ledger has promised that it is not."""
+        if len(set(self._sum)) != len(self._sum):
+            raise TrainingError("a sample was counted twice", where=self.name)
+        await self._pace.sleep(self._cost.commit_s)
+        learned = bool(self._sum) and n_executions > 0
+        self._version += learned
+        self._sum = []
+        stats = StepStats(
+            version=self._version,
+            grad_norm=float(learned),
+            learning_rate=self._rate if learned else 0.0,
+            n_executions=n_executions,
+            seconds=self._cost.commit_s,
+        )
+        return msgspec.to_builtins(stats)  # type: ignore[no-any-return]
+
+    async def _save(self, folder: str) -> None:
+        """Write what makes a paced run resumable: the version."""
+        place = Path(folder)
+        beside = place.with_name(f"{place.name}.{os.getpid()}.saving")
+        beside.mkdir(parents=True)
+        (beside / STATE_FILE).write_bytes(msgspec.json.encode({"version": self._version, "paced": True}))
+        beside.rename(place)
+
+    async def _restore(self, folder: str) -> int:
+        state = msgspec.json.decode((Path(folder) / STATE_FILE).read_bytes())
+        if not state.get("paced"):
+            raise TrainingError("is no checkpoint of a paced run", where=folder, right="the run's own --paced setting")
+        self._version, self._sum = int(state["version"]), []
+        return self._version

@@ -1,0 +1,41 @@
+"""Whole paced runs: a cluster's hours in seconds, with real harnesses, proxy, tree, ledger and switches."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from opengyre.paced.workload import paced_config
+from opengyre.run.inspect import replay
+from opengyre.run.preflight import prepare
+from opengyre.run.train import train
+from opengyre.watch.events import read
+
+SMALL = {
+    "run.steps": 2,
+    "run.queries_per_step": 2,
+    "run.group_size": 3,
+    "cluster.slots": 3,
+    "cluster.cells": 3,
+    "executions.turns": 3,
+    "training.cell_hours_per_step": 1.0,
+    "cost.train_tokens_per_s": 40.0,  # an execution of some 100k tokens trains for most of an hour
+}
+
+
+@pytest.mark.parametrize("policy", ["elastic", "elastic-plus", "colocate", "async"])
+def test_a_workload_is_played_by_real_harnesses(tmp_path: Path, policy: str) -> None:
+    run = tmp_path / "run"
+    config = paced_config("qwen3.8-2.4t", policy, run, speed=3600.0, change=SMALL)
+    train(prepare(config, run, resume=False), io.StringIO())
+    events = list(read(run / "events.jsonl"))
+    assert [e["step"] for e in events if e["kind"] == "step"] == [1, 2]
+    done = [e for e in events if e["kind"] == "execution" and e["state"] == "done"]
+    assert len(done) == 12 and all(e["outcome"] in ("finished", "timed_out") for e in done)
+    assert events[-1]["t"] > 3600  # hours of the modelled cluster
+    if policy == "colocate":  # it cannot do without
+        assert any(e["kind"] == "switch" and e["ok"] for e in events)
+    checked, differences = replay(run, None)
+    assert checked.executions == 12 and not differences
