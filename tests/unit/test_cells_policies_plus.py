@@ -1,0 +1,165 @@
+"""elastic-plus and the survival estimate it looks at; colocate's carry-over; decisions taken again from the log."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from opengyre.cells.policies import make_policy
+from opengyre.cells.policies.base import IdleSteps, wants_outlook
+from opengyre.cells.policies.replay import replay_decisions
+from opengyre.cells.policies.survival import Outlook, Survival
+from opengyre.cells.state import CellState
+from test_cells_policies import ROLLOUT, TRAINING, cells, config, moves, see
+
+# -- elastic-plus -----------------------------------------------------------------------------------------------------
+
+
+def plus():
+    """The policy, 3 satellites of 4 slots, a switch pair of 1 s."""
+    return make_policy(config("elastic-plus"))
+
+
+def test_idle_trainers_roll_out_when_the_next_group_is_far_the_core_last() -> None:
+    views = cells(TRAINING, ROLLOUT, ROLLOUT)
+    idle = see(views, running=3, next_group_s=60.0)
+    assert moves(plus(), idle) == {"s1": "rollout"}  # one cell per execution is the most that helps
+    assert moves(plus(), msgspec.structs.replace(idle, running=4)) == {"s1": "rollout", "core": "rollout"}
+    assert moves(plus(), msgspec.structs.replace(idle, running=4, step_full=True)) == {"s1": "rollout"}
+    assert moves(plus(), msgspec.structs.replace(idle, next_group_s=0.9)) == {}  # sooner than a switch pays
+    assert moves(plus(), msgspec.structs.replace(idle, claimed_micro_steps=1)) == {}
+    assert moves(plus(), msgspec.structs.replace(idle, running=0)) == {}
+
+
+def test_without_an_estimate_only_executions_without_a_slot_count() -> None:
+    views = cells(TRAINING, ROLLOUT, ROLLOUT)
+    assert moves(plus(), see(views, running=8)) == {}  # missing is not far away
+    assert moves(plus(), see(views, running=8, queued=1)) == {"s1": "rollout"}
+
+
+def test_the_core_comes_back_when_there_is_work_and_at_once_when_the_step_is_full() -> None:
+    away = cells(ROLLOUT, ROLLOUT, ROLLOUT, core=ROLLOUT)
+    assert moves(plus(), see(away, running=9, claimable_micro_steps=1)) == {"core": "train"}
+    fresh = cells(ROLLOUT, ROLLOUT, ROLLOUT, core=ROLLOUT, since=99.0)
+    assert moves(plus(), see(fresh, running=9, claimable_micro_steps=1)) == {}  # cooling down
+    assert moves(plus(), see(fresh, running=9, step_full=True)) == {"core": "train"}
+    alone = cells(TRAINING, TRAINING, TRAINING, core=ROLLOUT)
+    assert "core" not in moves(plus(), see(alone, running=1, step_full=True))  # somebody must serve first
+
+
+def test_the_cell_with_the_least_kv_goes_and_unknown_is_much() -> None:
+    views = cells(ROLLOUT, ROLLOUT, ROLLOUT)
+    kv = [None, None, 5000, 900]
+    views = [msgspec.structs.replace(v, kv_tokens=k) for v, k in zip(views, kv, strict=True)]
+    assert moves(plus(), see(views, running=4, claimable_micro_steps=9)) == {"s3": "train"}
+
+
+def test_queries_are_admitted_when_their_executions_find_a_slot() -> None:
+    views = cells(ROLLOUT, ROLLOUT, TRAINING)
+    full = see(views, running=8, admissible_queries=5, claimable_micro_steps=1)
+    assert plus().decide(full).admit == 0
+    assert plus().decide(msgspec.structs.replace(full, running=3)).admit == 2  # 5 slots, groups of 4: rounded up
+    assert plus().decide(msgspec.structs.replace(full, claimable_micro_steps=0)).admit == 2  # trainers will serve
+
+
+# -- colocate ---------------------------------------------------------------------------------------------------------
+
+
+def test_colocate_with_carry_over_trains_as_soon_as_the_step_is_full() -> None:
+    policy = make_policy(config("colocate", carry_over=True))
+    rolling = cells(ROLLOUT, ROLLOUT, core=ROLLOUT)
+    assert moves(policy, see(rolling, running=5, claimable_micro_steps=9)) == {}
+    everybody = dict.fromkeys(("core", "s1", "s2"), "train")
+    assert moves(policy, see(rolling, running=5, claimable_micro_steps=9, step_full=True)) == everybody
+    training = cells(TRAINING, TRAINING)
+    assert moves(policy, see(training, running=5)) == dict.fromkeys(("core", "s1", "s2"), "rollout")
+    assert policy.decide(see(rolling, running=5)).admit is None
+
+
+def test_colocate_without_it_starts_only_the_queries_of_its_step() -> None:
+    policy = make_policy(config("colocate"))
+    rolling = cells(ROLLOUT, ROLLOUT, core=ROLLOUT)
+    assert policy.decide(see(rolling, admissible_queries=4)).admit == 2  # of 2 a step
+    assert policy.decide(see(rolling, admissible_queries=4, unfinished_groups=1, running=4)).admit == 1
+    done = see(rolling, admissible_queries=2, step_groups=2, step_full=True, claimable_micro_steps=3)
+    assert policy.decide(done).admit == 0  # the next step's would be stale
+    assert moves(policy, done) == dict.fromkeys(("core", "s1", "s2"), "train")
+
+
+# -- what policies are told -------------------------------------------------------------------------------------------
+
+
+def test_an_outlook_is_near_what_happens() -> None:
+    """Groups of 16 log-normal executions just started: the median until the first of 30 is over, and the 16th."""
+    random = np.random.default_rng(0)
+    survival = Survival()
+    for number, seconds in enumerate(random.lognormal(np.log(4000), 0.7, 2000).tolist()):
+        survival.started(f"old{number}", "old", 0.0)
+        survival.ended(f"old{number}", "old", seconds)
+    for group in range(30):
+        for member in range(16):
+            survival.started(f"{group}-{member}", f"q{group}", 0.0)
+    outlook = survival.outlook(0.0, 16)
+    really = np.sort(random.lognormal(np.log(4000), 0.7, (2000, 30, 16)).max(axis=2), axis=1)
+    assert outlook.next_group_s == pytest.approx(np.median(really[:, 0]), rel=0.1)
+    assert outlook.step_eta_s == pytest.approx(np.mean(really[:, 15]), rel=0.1)
+    later = survival.outlook(6000.0, 16)
+    assert later.next_group_s is not None
+    assert later.next_group_s < outlook.next_group_s  # they have aged
+
+
+def test_what_was_not_measured_is_none() -> None:
+    survival = Survival()
+    survival.started("a", "q", 0.0)
+    assert survival.outlook(1.0, 1) == Outlook(None, None)
+    for number in range(8):
+        survival.started(f"e{number}", "p", 0.0)
+        survival.ended(f"e{number}", "p", 5.0, counts=False)  # lost to infrastructure: says nothing
+    assert survival.outlook(1.0, 1) == Outlook(None, None)
+
+
+def test_places_are_used_again() -> None:
+    survival = Survival()
+    for number in range(5000):
+        survival.queued(f"e{number}", f"q{number // 4}")
+        survival.started(f"e{number}", f"q{number // 4}", float(number))
+        if number >= 8:
+            survival.ended(f"e{number - 8}", f"q{(number - 8) // 4}", number + 1.0)
+    assert len(survival._start) == 64
+    assert survival.outlook(5001.0, 1).next_group_s is not None
+
+
+def test_idle_steps_count_once_a_step_and_only_after_its_first_group() -> None:
+    idle, waits = IdleSteps(), see(cells(TRAINING, ROLLOUT), step_groups=1)
+    assert idle.note(msgspec.structs.replace(waits, step_groups=0)).trainer_idle_steps == 0
+    assert [idle.note(waits).trainer_idle_steps for _ in range(3)] == [1, 1, 1]
+    assert idle.note(msgspec.structs.replace(waits, version=4, claimable_micro_steps=1)).trainer_idle_steps == 1
+    assert idle.note(msgspec.structs.replace(waits, version=4)).trainer_idle_steps == 2
+
+
+def test_only_policies_that_ask_pay_for_an_outlook() -> None:
+    assert {name: wants_outlook(make_policy(config(name))) for name in ("elastic", "elastic-plus", "lend")} == {
+        "elastic": False,
+        "elastic-plus": True,
+        "lend": True,
+    }
+
+
+def test_a_logged_decision_that_the_policy_would_not_take_is_found() -> None:
+    snapshot = see(cells(ROLLOUT, ROLLOUT, CellState.DRAINING), running=1, claimable_micro_steps=9)
+    decided = plus().decide(snapshot)
+    event = {
+        "t": 1.0,
+        "kind": "decision",
+        "policy": "elastic-plus",
+        "actions": msgspec.to_builtins(decided.actions),
+        "reason": decided.reason,
+        "admit": decided.admit,
+        "snapshot": msgspec.to_builtins(snapshot),
+    }
+    through_json = msgspec.json.decode(msgspec.json.encode(event))
+    assert replay_decisions(config(), [through_json, {"kind": "note"}]) == (1, [])
+    other = {**event, "actions": [{"cell": "s2", "role": "train"}]}
+    count, differences = replay_decisions(config(), [event, other])
+    assert (count, [d.logged[0].cell for d in differences]) == (2, ["s2"])
