@@ -54,7 +54,8 @@ class Note(NamedTuple):
             case "user":
                 blocks = [p.text for p in message.parts if isinstance(p, Text)]
                 tail = blocks[-1][:ASKED_CHARS] if blocks else ""
-                return self._replace(asked=message.text[:ASKED_CHARS], asked_tail=tail)
+                head = tail if len(message.parts) == 1 else message.text[:ASKED_CHARS]  # one string for both, if it can
+                return self._replace(asked=head, asked_tail=tail)
         return self
 
 
