@@ -26,7 +26,7 @@ VARIABLE = "OPENGYRE_HARNESSES"  # folders to look into first, separated as in P
 STAMP = "installed"  # in a harness's folder: written last, so that half an installation is none
 INSTALL_S = 900.0  # 180 MB to 430 MB a harness over a slow line; without a bound a dead registry would hang a CI job
 SHOWN = 2000  # characters of npm's or pip's last words: its error, not its progress
-VERSION_S = 60.0  # a cold start reads up to 275 MB from disk
+VERSION_S = 300.0  # a cold start reads up to 275 MB from disk; 60 s were not enough on an overloaded machine
 
 
 @dataclass(frozen=True)
