@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from client_parts import KEEPALIVE_S, Kit, wanted
 from clients import needs, staged
@@ -35,7 +34,9 @@ async def test_a_long_silence_ends_no_run(tmp_path):
         def part(ask: Ask) -> Say:
             return Say(kit.end) if "STEP0:" in ask else Say(kit.step(0), [(6, silence)])
 
-        async with staged(Path(tmp_path) / kit.kind, kit.kind, part, keepalive_s=KEEPALIVE_S) as stage:
+        place = tmp_path / kit.kind
+        place.mkdir()
+        async with staged(place, kit.kind, part, keepalive_s=KEEPALIVE_S) as stage:
             played = await stage.run("Do the step.", wanted=wanted(1))
         assert (played.result.exit_code, played.result.reward) == (0, 1.0), played.log[-3000:]
         assert played.leaves == {"main": 1} and len(played.tree.calls()) == 2, played.draw()
