@@ -173,7 +173,7 @@ def same(one: Request | None, other: Request | None) -> None:
 
 
 @each_dialect
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_reading_on_is_reading_everything(name, data):
     dialect, history, lines = DIALECTS[name], History(), Lines()
@@ -225,8 +225,30 @@ def test_a_run_of_results_that_goes_on_is_read_again():
     both = json.dumps({"messages": entries}).encode()
     line, cut = lines.find("e", "messages", 0, both)
     got = read(Messages(), history, both, line, cut)
-    assert (cut, got.known) == (3, 1) and got.keys == read(Messages(), history, both).keys
+    assert (cut, got.known) == (3, 2) and got.keys == read(Messages(), history, both).keys
     assert [p.call_id for m in got.conversation.messages[2:] for p in m.parts] == ["a", "b"]
+
+
+def test_a_history_cut_within_a_turn_or_a_run_is_read_from_before_it():
+    """What the line knows of the last message there has parts, or an order, that came from entries after the cut."""
+    history, lines = History(), Lines()
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    turn = [
+        {"type": "reasoning", "encrypted_content": "r", "summary": []},
+        {**call, "call_id": "a"},
+        {**call, "call_id": "b"},
+    ]
+    results = [{"type": "function_call_output", "call_id": i, "output": i} for i in ("b", "a")]
+    user = {"role": "user", "content": "go"}
+    first = read(Responses(), history, json.dumps({"input": [user, *turn, *results]}).encode())
+    assert first.line is not None
+    lines.keep("e", first.line)
+    cases = (([user, *turn[:2]], 1), ([user, *turn, results[0]], 2), ([user, *turn, results[0], user], 2))
+    for entries, known in cases:
+        body = json.dumps({"input": entries}).encode()
+        line, cut = lines.find("e", "responses", 0, body)
+        got = read(Responses(), history, body, line, cut)
+        assert cut >= 3 and got.known == known and got.keys == read(Responses(), history, body).keys
 
 
 def test_a_turn_learned_later_is_read_anew():

@@ -35,17 +35,21 @@ class History:
         self.epoch = 0
         self._by_id: dict[str, Message] = {}  # call ids and signatures
         self._by_place: dict[bytes, Message] = {}  # digest of (key before, visible meaning)
-        self._strange: set[bytes] = set()  # places that were asked for and held nothing
+        self._strange: set[bytes | str] = set()  # ids and places that were asked for and not known
 
     def remember(self, key: bytes, turn: Message, *, delivered: bool) -> None:
         """Keep an assistant ``turn`` that follows the message with ``key``."""
-        for part in turn.parts:
-            for name in _ids(part):
-                self._by_id[name] = turn
+        names = [name for part in turn.parts for name in _ids(part)]
+        # An id that is known already is not ours alone: what was read by it would be read as this turn now.
+        self.epoch += not self._by_id.keys().isdisjoint(names)
+        self._by_id.update((name, turn) for name in names)
+        known: list[bytes | str] = [*names]
         place = keys.extend(key, _visible(turn))
         if delivered or place not in self._by_place:
-            self.epoch += place in self._by_place or place in self._strange
+            self.epoch += place in self._by_place
             self._by_place[place] = turn
+            known.append(place)
+        self.epoch += not self._strange.isdisjoint(known)
 
     def read(self, messages: Sequence[Message], key: bytes, note: Note) -> Read:
         """Restore originals, put tool results in call order, and key every message.
@@ -65,7 +69,9 @@ class History:
         return read
 
     def _restore(self, key: bytes, message: Message) -> Message:
-        known = [(name, self._by_id[name]) for part in message.parts for name in _ids(part) if name in self._by_id]
+        names = [name for part in message.parts for name in _ids(part)]
+        known = [(name, self._by_id[name]) for name in names if name in self._by_id]
+        self._strange.update(name for name in names if name not in self._by_id)
         for _, turn in known:
             if _says_the_same(message, turn):
                 return turn

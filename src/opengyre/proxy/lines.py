@@ -33,6 +33,10 @@ GROWTH = 1.25  # of an id array that is full
 SYSTEM_CHARS, ASKED_CHARS = 200, 400  # as CallMeta says
 
 
+# Roles of neighbours that may be one turn, or one run of results, which are sorted by their calls.
+JOINED = {("assistant", "assistant"), ("tool", "tool")}
+
+
 class Note(NamedTuple):
     """What later messages and the record need to know of the messages up to some point.
 
@@ -171,14 +175,18 @@ class Line:
         """How many first entries of ``body``'s history are this line's, byte for byte."""
         return bisect_right(self.ends, common_prefix(self.body, body))
 
-    def clean_cut(self, below: int) -> int:
-        """The most entries, fewer than ``below``, after which the next message cannot belong to the one before."""
-        for cut in range(below - 1, 0, -1):
-            at = self.counts[cut - 1]
-            last, following = self.messages[at - 1].role, self.messages[at].role if at < len(self.messages) else ""
-            if last != "assistant" and (last, following) != ("tool", "tool"):
-                return cut
-        return 0
+    def goes_on(self, cut: int) -> bool:
+        """Does the entry after the first ``cut`` go on with their last turn or run of results?"""
+        if not 0 < cut < len(self.ends):
+            return False
+        at = self.counts[cut - 1]
+        return self.counts[cut] == at or (self.messages[at - 1].role, self.messages[at].role) in JOINED
+
+    def clean_cut(self, most: int) -> int:
+        """The most entries, ``most`` at most, whose messages nothing after them in this line is part of."""
+        while self.goes_on(most):
+            most -= 1
+        return most
 
     @property
     def size(self) -> int:

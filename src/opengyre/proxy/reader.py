@@ -24,7 +24,7 @@ from opengyre.proxy import keys
 from opengyre.proxy.conversation import Conversation
 from opengyre.proxy.dialects.base import Dialect, Reading, Toolset
 from opengyre.proxy.history import History
-from opengyre.proxy.lines import Line, Note
+from opengyre.proxy.lines import JOINED, Line, Note
 from opengyre.proxy.refusals import Refusal
 
 TOOLSETS = 64  # kept parsed: one per kind of agent in a run; 100 kB each in the largest harnesses
@@ -68,7 +68,7 @@ def read(dialect: Dialect, history: History, body: bytes, line: Line | None = No
     Only ``history`` is written to: it notes strange turns. May run in a thread.
     """
     try:
-        if line is not None and cut and line.epoch == history.epoch:
+        if line is not None and line.epoch == history.epoch and (cut := line.clean_cut(cut)):
             wire = _take_apart(dialect, body, line.start, line.ends[cut - 1])
             request = _read_on(dialect, history, body, wire, line, cut) if wire is not None else None
             if request is not None:
@@ -130,8 +130,8 @@ def _read_on(dialect: Dialect, history: History, body: bytes, wire: _Wire, line:
         dialect.entry(i, _value(entry), into)
         counts.append(known + len(into.messages))
         placeholders.append(into.placeholders)
-    if into.messages and (line.messages[known - 1].role, into.messages[0].role) in _JOINED:
-        earlier = line.clean_cut(cut)
+    if into.messages and (line.messages[known - 1].role, into.messages[0].role) in JOINED:
+        earlier = line.clean_cut(cut - 1)
         taken = _take_apart(dialect, body, line.start, line.ends[earlier - 1]) if earlier else None
         return _read_on(dialect, history, body, taken, line, earlier) if taken is not None else None
     new = history.read(into.messages, line.keys[known - 1], line.notes[known - 1])
@@ -151,9 +151,6 @@ def _read_on(dialect: Dialect, history: History, body: bytes, wire: _Wire, line:
     )
     superfluous = line if cut >= len(line.ends) - 1 else None  # the last entry often changes: cache markers move on
     return Request(conversation, chain, notes[-1], known, grown, superfluous)
-
-
-_JOINED = {("assistant", "assistant"), ("tool", "tool")}  # may be one turn, one run of results
 
 
 def _read_whole(dialect: Dialect, history: History, body: bytes) -> Request:
