@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from opengyre.config import TasksConfig
+from opengyre.executions.tasks_folder import FolderTasks
+
 LABELS = "abc"
 FILES = (
     *("ages", "bills", "costs", "fees", "goals", "hosts", "jobs", "logs"),
@@ -217,3 +220,14 @@ def write_tasks(
                 write_task(folder / split / f"{split}-{made:03d}", chores, rng)
                 seen.add(text)
                 made += 1
+
+
+def task_set(config: TasksConfig) -> FolderTasks:
+    """For ``tasks.kind = "examples/claude_code/chores.py:task_set"``: written to ``tasks.path`` when first asked for.
+
+    ``tasks.options`` are ``conf_share`` and ``new_pairs`` of ``write_tasks``.
+    """
+    folder = Path(config.path or "runs/claude-code/tasks")
+    if not folder.exists():
+        write_tasks(folder, train=config.train, held_out=config.held_out, seed=config.seed, **config.options)
+    return FolderTasks(folder, seed=config.seed)

@@ -66,26 +66,13 @@ class Demonstrator:
             return call("Read", file_path="TODO.md")
         setting = next((c for c in seen.todo if c.kind == "set"), None)
         if not seen.worked:
-            return self._work(seen.todo, h.right, dice)
+            return work(seen.todo, h.right, dice)
         if setting is not None and setting.subject in seen.conf and not (seen.overwritten or seen.edited):
-            old = f"{setting.subject}={seen.conf[setting.subject]}"
-            return call("Edit", file_path="conf", old_string=old, new_string=f"{setting.subject}={setting.value}")
+            return edit(setting, seen.conf[setting.subject])
         if not seen.checked:
             return call("Bash", command="./check") if dice(h.checks) else "Done."
         again = [c for c in seen.todo if c.kind != "set" and place(c) in seen.failed]
-        return self._work(again, h.right_when_mending, dice) if again and dice(h.mends) else "Done."
-
-    def _work(self, todo: list[Chore], right: float, dice: Dice) -> str:
-        """One shell command for all chores; the right way for ``conf`` is to look at it in the same turn."""
-        commands, look_at_conf = [], False
-        for chore in todo:
-            good = dice(right)
-            if chore.kind == "set" and good:
-                look_at_conf = True
-            else:
-                commands.append(chore.command(right=good))
-        said = call("Bash", command="\n".join(commands))
-        return said + "\n" + call("Read", file_path="conf") if look_at_conf else said
+        return work(again, h.right_when_mending, dice) if again and dice(h.mends) else "Done."
 
 
 class Dice:
@@ -98,6 +85,25 @@ class Dice:
         won = self._random.random() < odds
         self.logprob += math.log(odds if won else 1.0 - odds)
         return won
+
+
+def work(todo: list[Chore], right: float, dice: Dice) -> str:
+    """One shell command for all chores; the right way for ``conf`` is to look at it in the same turn."""
+    commands, look_at_conf = [], False
+    for chore in todo:
+        good = dice(right)
+        if chore.kind == "set" and good:
+            look_at_conf = True
+        else:
+            commands.append(chore.command(right=good))
+    said = call("Bash", command="\n".join(commands))
+    return said + "\n" + call("Read", file_path="conf") if look_at_conf else said
+
+
+def edit(setting: Chore, old: str) -> str:
+    """The edit that sets a value which is ``old`` now."""
+    key = setting.subject
+    return call("Edit", file_path="conf", old_string=f"{key}={old}", new_string=f"{key}={setting.value}")
 
 
 def call(name: str, **arguments: str) -> str:

@@ -1,6 +1,6 @@
 """Make what the example starts from: ``python examples/claude_code/make.py`` (one core, a few minutes).
 
-    tasks ─▶ a few executions of Claude Code on bytes for tokens ─▶ tokenizer ─▶ drills ─▶ base/
+    shown/ (tasks) ─▶ boot/ (a few executions of Claude Code, bytes for tokens) ─▶ tokenizer ─▶ drills ─▶ base/
 
 ``base/`` is a policy that can copy a file's name into a command and has never seen a conversation: what an agent does
 it learns from recorded demonstrations (``opengyre collect``, ``opengyre sft``) and then by itself (``opengyre train``).
@@ -32,12 +32,11 @@ from opengyre.run.preflight import prepare
 
 log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
-TRAIN, HELD_OUT, SHOWN = 64, 24, 400  # tasks: of the run, held out, for demonstrations
+SHOWN = 400  # tasks to be demonstrated; an execution of Claude Code costs a second of a core
 BOOT_TASKS = 24  # executions the tokenizer is trained on; each chore's command is among them several times
 BYTES_CONTEXT = 200_000  # of the tokenizer of bytes: a prompt with Claude Code's whole tool set has 90,000
 REPEAT = 4  # of what is said in the tokenizer's corpus: it comes before the constant prompt
 DRILL_BATCH = 1024  # tokens
-RENAMED = 0.7  # of drills; with none, a policy learns which files go with which chore instead of copying
 
 
 def record(
@@ -48,7 +47,9 @@ def record(
     tokenizer.write(model, [], tokenizer.BYTES, BYTES_CONTEXT, signatures=signatures)
     shutil.rmtree(run_dir, ignore_errors=True)
     settings = [f"model.path='{model}'", f"model.context={BYTES_CONTEXT}", f"run_dir='{run_dir}'", *overrides]
-    prepared = prepare(load(config, [f"tasks.path='{out / 'tasks'}'", *settings]), run_dir, resume=False)
+    prepared = prepare(
+        load(config, ["tasks.kind=folder", f"tasks.path='{out / 'shown'}'", *settings]), run_dir, resume=False
+    )
     engine = f"{HERE / 'demonstrator.py'}:engine"
     collect(prepared, executions=1, engine=engine, split="train", limit=limit, say=log.info)
     return texts_of(run_dir, prepared.renderer)
@@ -88,11 +89,9 @@ def listing(lines: list[str]) -> str:
     return "".join(f"{n}\t{line}\n" for n, line in enumerate(lines, 1)) + f"{len(lines) + 1}\t"
 
 
-def drills(renderer: Renderer, count: int, vocabulary: int, seed: int) -> Iterator[Sequence]:
+def drills(renderer: Renderer, count: int, seed: int) -> Iterator[Sequence]:
     """Chores and the call that does them, without a conversation around them: copying is learned from these first."""
     rng, pairs = Random(f"drills/{seed}"), chores.pairs("train")
-    words = (*chores.FILES, *chores.KEYS, *"0123456789")
-    copied = [token for word in words for token in renderer.encode(word)]
     for _ in range(count):
         todo = [
             chores.Chore(label, kind, subject)
@@ -108,13 +107,7 @@ def drills(renderer: Renderer, count: int, vocabulary: int, seed: int) -> Iterat
             strings = {"old_string": f"{key}={old[key]}", "new_string": f"{key}={value}"}
             answer = demonstrator.call("Edit", file_path="conf", **strings)
         prompt, reply = renderer.encode(asked), renderer.encode(answer)
-        new = renamed(copied, vocabulary, rng) if rng.random() < RENAMED else {}
-        yield [new.get(i, i) for i in prompt + reply], [False] * len(prompt) + [True] * len(reply)
-
-
-def renamed(copied: list[int], vocabulary: int, rng: Random) -> dict[int, int]:
-    """Other tokens for those that are copied: whoever cannot know the names by heart has to look them up."""
-    return dict(zip(copied, rng.sample(range(tokenizer.FIRST, vocabulary), len(copied)), strict=True))
+        yield prompt + reply, [False] * len(prompt) + [True] * len(reply)
 
 
 def config(vocabulary: int, context: int) -> Qwen3Config:
@@ -138,11 +131,9 @@ def config(vocabulary: int, context: int) -> Qwen3Config:
 
 
 def make(args: argparse.Namespace) -> None:
-    """Write ``out/{tasks,shown,base}``."""
+    """Write ``out/{shown,bytes,boot,base}``."""
     out: Path = args.out
-    for name in ("tasks", "shown"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    chores.write_tasks(out / "tasks", train=TRAIN, held_out=HELD_OUT, seed=args.seed)
+    shutil.rmtree(out / "shown", ignore_errors=True)
     chores.write_tasks(out / "shown", train=SHOWN, held_out=0, seed=args.seed + 1)
     base = out / "base"
     heads, rest = record(out, args.config, args.set)
@@ -150,7 +141,7 @@ def make(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     settings = config(args.vocabulary, args.context)
     settings.save_pretrained(base)
-    data = list(drills(Renderer.load(base), args.drills, args.vocabulary, args.seed))
+    data = list(drills(Renderer.load(base), args.drills, args.seed))
     model = Qwen3ForCausalLM(settings)
     log.info(
         "%d parameters, %d tokens of drills", sum(p.numel() for p in model.parameters()), sum(len(i) for i, _ in data)
@@ -170,7 +161,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocabulary", type=int, default=1536)
     parser.add_argument("--context", type=int, default=4096, help="tokens")
-    parser.add_argument("--drills", type=int, default=12_000)
+    parser.add_argument("--drills", type=int, default=6000)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)

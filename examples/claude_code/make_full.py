@@ -57,9 +57,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     out: Path = args.out
-    for name in ("tasks", "shown"):
-        shutil.rmtree(out / name, ignore_errors=True)
-        shutil.copytree(args.bare / name, out / name)
+    shutil.rmtree(out / "shown", ignore_errors=True)
+    shutil.copytree(args.bare / "shown", out / "shown")
     heads, rest = make.record(out, args.config, args.set, signatures=True, limit=FULL_TASKS)
     more_heads, more = make.texts_of(args.bare / "boot", Renderer.load(args.bare / "bytes"))
     texts = sorted(heads | more_heads) + make.REPEAT * (rest + more)
