@@ -24,7 +24,7 @@ PINS = Path(__file__).parent / "pins"
 DEFAULT_DIR = Path("~/.cache/opengyre/harnesses")
 VARIABLE = "OPENGYRE_HARNESSES"  # folders to look into first, separated as in PATH
 STAMP = "installed"  # in a harness's folder: written last, so that half an installation is none
-INSTALL_S = 900.0  # 180 MB to 430 MB a harness over a slow line; without a bound a dead registry would hang a CI job
+INSTALL_S = 1800.0  # up to 560 MB over a slow line; without a bound a dead registry would hang a CI job
 SHOWN = 2000  # characters of npm's or pip's last words: its error, not its progress
 VERSION_S = 300.0  # a cold start reads up to 275 MB from disk; 60 s were not enough on an overloaded machine
 
@@ -207,7 +207,7 @@ def _commands(pin: Pin, place: Path) -> list[list[str]]:
     clean += ["LITELLM_LOCAL_MODEL_COST_MAP=True"]  # else importing litellm asks GitHub for prices
     return [
         [sys.executable, "-m", "venv", str(place / "venv")],
-        [*pip, "--no-compile", "-r", "requirements.txt"],
+        [*pip, "--no-compile", "--no-deps", "-r", "requirements.txt"],  # the pins are complete: nothing to resolve
         [*clean, python, "-c", f"import {pin.imports}"],
     ]
 
