@@ -130,10 +130,10 @@ def check_compacted(played: Played, n: int, *, refused: bool, exit_code: int = 0
     return summaries
 
 
-def delegating(kit: Kit) -> Callable[[Ask], Say]:
-    """Two sub-agents at once: neither goes on before both have begun."""
+def delegating(kit: Kit, *, at_once: bool = True) -> Callable[[Ask], Say]:
+    """Two sub-agents; ``at_once``: neither goes on before both have begun."""
     assert kit.delegate is not None
-    both = asyncio.Barrier(2)
+    both = asyncio.Barrier(2 if at_once else 1)
     delegate = kit.delegate
 
     def part(ask: Ask) -> Say:

@@ -58,8 +58,9 @@ async def test_a_history_that_only_grows_is_one_leaf_whatever_cells_do(tmp_path)
     check_worked(played, len(extra))
 
 
-async def test_two_sub_agents_at_once(tmp_path):
-    async with staged(tmp_path, "qwen_code", delegating(KIT), executions=FEW) as stage:
+async def test_two_sub_agents(tmp_path):
+    """Headless, it runs the calls of one turn one after the other, sub-agents too."""
+    async with staged(tmp_path, "qwen_code", delegating(KIT, at_once=False), executions=FEW) as stage:
         played = await stage.run("Have both written.", wanted={"one": "one", "two": "two"})
     assert (played.result.exit_code, played.result.reward) == (0, 1.0), played.log[-3000:]
     assert played.leaves == {"main": 1, "sub_agent": 2} and played.forks == {"new_root": 2}, played.draw()
