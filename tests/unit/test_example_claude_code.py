@@ -15,7 +15,13 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "claude_code"))
 import chores
 import demonstrator
 
+from opengyre.config import load
 from opengyre.executions.tasks_folder import FolderTasks
+from opengyre.executions.tasks_registry import make_tasks
+from opengyre.proxy.conversation import Conversation, Message, Text, Tool, ToolCall
+from opengyre.proxy.render import Renderer
+
+EXAMPLE = Path(chores.__file__).parent
 
 
 def shell(folder: Path, command: str) -> str:
@@ -101,3 +107,32 @@ def test_the_recorded_probability_is_that_of_the_decisions() -> None:
     said = demonstrator.Demonstrator(demonstrator.Habits(right=0.25))([*HAS_READ, "\nassistant\n"], Random(3))
     careless = sum(word in said.text for word in ("sort ages", "echo depth", "grep -c"))
     assert math.exp(said.logprob) == pytest.approx(0.25 ** (3 - careless) * 0.75**careless)
+
+
+def test_the_shipped_policy_reads_its_constant_prompt_in_few_tokens_and_names_in_one() -> None:
+    renderer = Renderer.load(EXAMPLE / "policy", context=load(EXAMPLE / "bare.toml", []).model.context)
+    schema = {"type": "object", "properties": {"command": {"description": "The command to execute", "type": "string"}}}
+    text = Text(
+        "<system-reminder>\nAs you answer the user's questions, you can use the following context:\n# currentDate"
+    )
+    asked = Conversation((Message("user", (text,)),), (Tool("Bash", "execute shell commands", schema),))
+    rendered = renderer.render(asked)
+    assert len(rendered.ids) < len(renderer.decode(rendered.ids)) / 5
+    assert all(len(renderer.encode(word)) == 1 for word in (*chores.FILES, *chores.KEYS, *chores.LABELS))
+    said = demonstrator.call("Bash", command="sort -n ages | tail -1 > a\ngrep -ic error logs > c")
+    turn = renderer.parse([*renderer.encode(said), *renderer.stop_token_ids], "stop", tools=asked.tools)
+    (call,) = (part for part in turn.parts if isinstance(part, ToolCall))
+    assert call.arguments == {"command": "sort -n ages | tail -1 > a\ngrep -ic error logs > c"}
+
+
+def test_the_configs_are_of_runs_that_could_start(tmp_path: Path) -> None:
+    config = load(
+        EXAMPLE / "bare.toml", [f"tasks.path='{tmp_path / 'tasks'}'", f"tasks.kind='{EXAMPLE}/chores.py:task_set'"]
+    )
+    tasks = make_tasks(config.tasks)
+    assert [len(tasks.tasks(split)) for split in ("train", "held_out")] == [64, 24]
+    assert "set " not in "".join(task.files["TODO.md"] for task in tasks.tasks("train"))
+    assert {task.files["TODO.md"] for task in tasks.tasks("train")}.isdisjoint(
+        {task.files["TODO.md"] for task in tasks.tasks("held_out")}
+    )
+    load(EXAMPLE / "full.toml", [])
