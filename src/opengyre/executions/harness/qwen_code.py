@@ -96,6 +96,8 @@ class QwenCode:
             "general": {"enableAutoUpdate": False, "gitCoAuthor": {"commit": False, "pr": False}},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
+            # What it would keep for a next session, by agents of its own that run after the last turn.
+            "memory": dict.fromkeys(("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill"), False),
             "security": {"auth": {"selectedType": "openai"}},
             "model": {
                 "generationConfig": {
