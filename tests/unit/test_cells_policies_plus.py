@@ -17,8 +17,8 @@ from test_cells_policies import ROLLOUT, TRAINING, cells, config, moves, see
 
 
 def plus():
-    """The policy, 3 satellites of 4 slots, a switch pair of 1 s."""
-    return make_policy(config("elastic-plus"))
+    """The policy, 3 satellites of 4 slots, a switch pair of 1 s, steps that overlap."""
+    return make_policy(config("elastic-plus", max_staleness=2))
 
 
 def test_idle_trainers_roll_out_when_the_next_group_is_far_the_core_last() -> None:
@@ -61,6 +61,20 @@ def test_queries_are_admitted_when_their_executions_find_a_slot() -> None:
     assert plus().decide(full).admit == 0
     assert plus().decide(msgspec.structs.replace(full, running=3)).admit == 2  # 5 slots, groups of 4: rounded up
     assert plus().decide(msgspec.structs.replace(full, claimable_micro_steps=0)).admit == 2  # trainers will serve
+
+
+def test_where_steps_do_not_overlap_the_waterlevel_rule_stands_and_the_core_helps_a_queue() -> None:
+    policy, elastic = make_policy(config("elastic-plus", max_staleness=1)), make_policy(config(max_staleness=1))
+    for level in range(0, 16, 3):
+        for work in (0, 5):
+            for views in (cells(ROLLOUT, ROLLOUT, TRAINING), cells(TRAINING, TRAINING, ROLLOUT)):
+                s = see(views, running=level, claimable_micro_steps=work, step_groups=1)
+                assert policy.decide(s) == elastic.decide(s)
+    full = see(cells(ROLLOUT, ROLLOUT, ROLLOUT), queued=2, running=12, next_group_s=60.0)
+    assert moves(policy, full) == {"core": "rollout"}
+    assert moves(policy, msgspec.structs.replace(full, queued=0)) == {}
+    assert moves(policy, msgspec.structs.replace(full, next_group_s=None)) == {}  # missing is not far away
+    assert moves(policy, msgspec.structs.replace(full, ready_groups=1)) == {}
 
 
 # -- colocate ---------------------------------------------------------------------------------------------------------
@@ -159,7 +173,7 @@ def test_a_logged_decision_that_the_policy_would_not_take_is_found() -> None:
         "snapshot": msgspec.to_builtins(snapshot),
     }
     through_json = msgspec.json.decode(msgspec.json.encode(event))
-    assert replay_decisions(config(), [through_json, {"kind": "note"}]) == (1, [])
+    assert replay_decisions(config(max_staleness=2), [through_json, {"kind": "note"}]) == (1, [])
     other = {**event, "actions": [{"cell": "s2", "role": "train"}]}
-    count, differences = replay_decisions(config(), [event, other])
+    count, differences = replay_decisions(config(max_staleness=2), [event, other])
     assert (count, [d.logged[0].cell for d in differences]) == (2, ["s2"])

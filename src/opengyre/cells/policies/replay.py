@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from opengyre.cells.policies import make_policy
-from opengyre.cells.policies.base import Action, Decision, Snapshot
+from opengyre.cells.policies.base import Action, Decision, Policy, Snapshot
 from opengyre.config import RunConfig
 
 
@@ -25,7 +25,7 @@ def replay_decisions(config: RunConfig, events: Iterable[dict[str, Any]]) -> tup
 
     Logged are the actions that were begun: a cell that was on its way makes them fewer than decided, never more.
     """
-    policies = {}
+    policies: dict[str, Policy] = {}
     count, differences = 0, []
     for event in events:
         if event.get("kind") != "decision":

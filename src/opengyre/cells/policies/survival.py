@@ -116,8 +116,9 @@ def expect(ended: Floats, ages: Floats, groups: NDArray[np.int64], n_groups: int
         np.maximum(1e-300, -np.expm1(np.minimum(0.0, then - now)))
     )  # (bins, horizons): it is over by then
     members = np.bincount(groups * (_BINS + 1) + bins, minlength=n_groups * (_BINS + 1)).reshape(n_groups, -1)
-    members = members[members.any(axis=1)]  # a number may be free
-    complete = np.exp(members.astype(np.float64) @ log_over)  # shape (groups, horizons)
+    if n_groups and np.bincount(groups, minlength=n_groups).min() == 0:
+        members = members[members.any(axis=1)]  # numbers that are free now
+    complete = np.exp(members.astype(np.float32) @ log_over.astype(np.float32))  # shape (groups, horizons)
     any_yet = 1.0 - np.prod(1.0 - complete, axis=0)
     return Outlook(
         next_group_s=_reaches(horizons, any_yet, 0.5),
