@@ -102,8 +102,8 @@ def sweep(count: int, seed: int) -> None:
     ratios.sort()
     quantiles = {q: ratios[min(count - 1, int(q * count))] for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
     print(
-        f"{count} random workloads, elastic-plus over elastic: best {ratios[0]:.3f}, worst {ratios[-1]:.3f}, mean ",
-        end="",
+        f"{count} random workloads, elastic-plus over elastic: best {ratios[0]:.3f}, worst {ratios[-1]:.3f},",
+        end=" ",
     )
     print(
         f"mean {statistics.fmean(ratios):.3f}, quantiles " + ", ".join(f"{q:.0%} {r:.3f}" for q, r in quantiles.items())
