@@ -120,11 +120,14 @@ def filling(kit: Kit, n: int, fill: int) -> Callable[[Ask], Say]:
     return part
 
 
-def check_compacted(played: Played, n: int, *, refused: bool, exit_code: int = 0) -> int:
-    """Each compaction leaves a main leaf behind it, and a summary; returns how many there were."""
+def check_compacted(played: Played, n: int, *, refused: bool, exit_code: int = 0, edits: int = 0) -> int:
+    """Each compaction leaves a main leaf behind it, and a summary; returns how many there were.
+
+    ``edits``: how often the client changed what it had kept, once more, after it had gone on from it.
+    """
     assert (played.result.exit_code, played.result.reward) == (exit_code, 1.0), played.log[-3000:]
     summaries = played.leaves["main_summary"]
-    assert summaries >= 1 and played.leaves == {"main": summaries + 1, "main_summary": summaries}, played.draw()
+    assert summaries >= 1 and played.leaves == {"main": summaries + 1 + edits, "main_summary": summaries}, played.draw()
     assert len(played.tree.calls()) == n + 1 + summaries, played.draw()
     assert (played.session.counters.refused > 0) == refused
     return summaries

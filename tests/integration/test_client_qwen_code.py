@@ -71,11 +71,11 @@ async def test_two_sub_agents(tmp_path):
 async def test_compaction(tmp_path, how):
     refused = how == "refused"
     options = {"reply_tokens": 2000, "compact_share": 1.0 if refused else None}
-    context = 86_000 if refused else 110_000  # 7 of 10 are 77,000; its prompt is 66,000 by the test tokenizer
+    context = 72_000 if refused else 95_000  # 7 of 10 are 66,500; its prompt is 55,000 by the test tokenizer
     part = filling(KIT, 4, 6500)
     async with staged(tmp_path, "qwen_code", part, options=options, context=context, executions=FEW) as stage:
         played = await stage.run("Do the steps.", wanted=wanted(4))
-    check_compacted(played, 4, refused=refused)
+    check_compacted(played, 4, refused=refused, edits=int(refused))  # the call it repeats is not the one it keeps
 
 
 async def test_a_turn_that_is_cut(tmp_path):
@@ -90,4 +90,5 @@ async def test_a_turn_that_is_cut(tmp_path):
 async def test_a_session_that_is_closed_ends_the_client(tmp_path):
     async with staged(tmp_path, "qwen_code", lambda _: "") as stage:
         played = await close_in_mid_turn(stage, KIT)
-    assert played.result.exit_code == 1 and played.session.counters.refused <= 2, played.log[-3000:]
+    assert played.result.exit_code == 0 and "[API Error: " in played.log, played.log[-3000:]  # its code says nothing
+    assert played.session.counters.refused <= 2
