@@ -29,14 +29,19 @@ def broken(config, renderer):
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    (tmp_path / "speaker.py").write_text(PROGRAM)
+    speaker_of(tmp_path).write_text(PROGRAM)
     return tiny_run.config(tmp_path, tiny_run.make_model(tmp_path / "model"))
+
+
+def speaker_of(folder: Path) -> Path:
+    """The engine's file; one process imports one module of a name."""
+    return folder / f"speaker_{folder.name}.py"
 
 
 @pytest.fixture
 def words(config: RunConfig, tmp_path: Path) -> list[str]:
     (tmp_path / "run.toml").write_text(to_toml(config))
-    return ["collect", str(tmp_path / "run.toml"), "--engine", f"{tmp_path / 'speaker.py'}:engine"]
+    return ["collect", str(tmp_path / "run.toml"), "--engine", f"{speaker_of(tmp_path)}:engine"]
 
 
 def said(run_dir: Path) -> dict[str, tuple[float | None, list[int]]]:

@@ -289,4 +289,7 @@ def _refused(dialect: Dialect, refusal: Refusal, request: web.Request) -> web.Re
     # 4xx are final; without this some clients repeat a 409 for minutes.
     headers = {"x-should-retry": "false"} if refusal.status < 500 else {}
     body = compact(dialect.error(refusal)).encode("utf-8", "replace")
-    return web.Response(body=body, content_type="application/json", status=refusal.status, headers=headers)
+    response = web.Response(body=body, content_type="application/json", status=refusal.status, headers=headers)
+    if request.content.exception() is not None or not request.content.at_eof():
+        response.force_close()  # what is left of the body would be taken for the next request: the client is told
+    return response
