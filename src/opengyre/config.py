@@ -171,6 +171,7 @@ class PacedConfig(_Table, frozen=True, kw_only=True):
 
     speed: float = 0.0  # seconds of the modelled cluster in one of ours; 0: a real run
     workload: str | None = None  # a workload (opengyre simulate --list, or a file) whose [cost] is the model's
+    cost: dict[str, float] = {}  # values of the cost model (simulate/cost.py) instead of the workload's
     program: str | None = None  # "module:function" making the engine that says what is said; None: filler
     token_scale: float = 1.0  # tokens that the cost model is told of for each of ours
 

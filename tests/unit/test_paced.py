@@ -15,7 +15,7 @@ from opengyre.config import PacedConfig, build
 from opengyre.errors import ConfigError, EngineError, TrainingError
 from opengyre.paced.cell import PacedCell
 from opengyre.paced.engine import PacedEngine
-from opengyre.paced.pace import Pace, pace_of
+from opengyre.paced.pace import Pace, cost_model, pace_of
 from opengyre.paced.speech import Speech
 from opengyre.paced.workload import PacedHarness, PacedTasks, paced_config
 from opengyre.rollout.base import REGIONS, GenerateRequest, TokenChunk
@@ -23,6 +23,7 @@ from opengyre.rollout.program import ProgramEngine, Said
 from opengyre.rollout.tokens import TokenIds
 from opengyre.samples.types import to_wire
 from opengyre.simulate.cost import CostModel
+from opengyre.simulate.workload import load_workload
 from policies import renderer
 from training_models import make_sample
 
@@ -193,6 +194,9 @@ def test_executions_are_those_that_the_simulator_draws(tmp_path):
         for q, m in ((0, 0), (0, 1), (1, 0), (0, 0))
     ]
     assert len(set(plans)) == 3 and plans[0] == plans[3] and plans[0].count("tool_s") == 3
+    assert cost_model(config.paced) == load_workload("qwen3.8-2.4t").cost
+    changed = paced_config("qwen3.8-2.4t", "elastic", tmp_path, speed=1.0, change={"cost.commit_s": 7.0})
+    assert cost_model(changed.paced).commit_s == 7.0
     (task, *_) = PacedTasks(config.tasks).tasks("train")
     assert task.deadlines.agent_s == pytest.approx(6.0 * 3600 / 100)
 
@@ -202,5 +206,7 @@ def test_wrong_settings_are_named(tmp_path):
         pace_of(PacedConfig(speed=-1.0))
     with pytest.raises(ConfigError, match=r"harness\.options"):
         PacedHarness(build({"harness": {"kind": "paced", "options": {"sped": 3}}}).harness)
+    with pytest.raises(ConfigError, match=r"paced\.cost"):
+        cost_model(PacedConfig(cost={"decode": 1.0}))
     with pytest.raises(ConfigError, match="no-such-workload"):
         paced_config("no-such-workload", "elastic", tmp_path, speed=1.0)

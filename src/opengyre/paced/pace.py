@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from opengyre.config import PacedConfig
 from opengyre.errors import ConfigError
 from opengyre.simulate.cost import CostModel
@@ -33,7 +35,13 @@ class Pace:
 
 def cost_model(config: PacedConfig) -> CostModel:
     """The cost model that a config names. Raises ConfigError."""
-    return CostModel() if config.workload is None else load_workload(config.workload).cost
+    base = CostModel() if config.workload is None else load_workload(config.workload).cost
+    try:
+        return msgspec.convert(msgspec.to_builtins(base) | config.cost, CostModel)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(str(error), where="paced.cost", right=", ".join(CostModel.__struct_fields__)) from None
 
 
 def pace_of(config: PacedConfig) -> Pace:

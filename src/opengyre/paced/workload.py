@@ -126,10 +126,14 @@ def paced_config(
     run_dir: Path,
     *,
     speed: float,
-    token_scale: float = 64.0,
+    token_scale: float = 512.0,
     change: dict[str, Any] | None = None,
 ) -> RunConfig:
-    """The config of a paced run of a workload under a policy. Raises ConfigError."""
+    """The config of a paced run of a workload under a policy.
+
+    The shipped policy's tokenizer and template are used: with ``token_scale`` an execution must fit into its context.
+    Raises ConfigError.
+    """
     options = {"workload": workload, "speed": speed, "token_scale": token_scale, "change": change or {}}
     w = load_workload(workload).change(**(change or {}))
     data = msgspec.to_builtins(w.run_config(policy))
@@ -139,9 +143,9 @@ def paced_config(
         "steps": w.run.steps,
         "tasks": {"kind": "opengyre.paced.workload:PacedTasks", "train": w.run.queries_per_step, "options": options},
         "harness": {"kind": "paced", "options": options},
-        "model": {"path": "quickstart", "context": 1_000_000},
+        "model": {"path": "quickstart"},
         "sandbox": {"kind": "local"},
-        "paced": {"speed": speed, "workload": workload, "token_scale": token_scale},
+        "paced": {"speed": speed, "cost": msgspec.to_builtins(w.cost), "token_scale": token_scale},
         "eval": {"every": -1},
         "watch": {"live": "off"},
     }
