@@ -31,7 +31,7 @@ class EngineServer:
 
     Attributes:
         gate: each token waits for it.
-        die_after: drop every connection after so many tokens of a call.
+        die_after: drop every connection after so many tokens of a call; ``deaths`` counts them.
         status: answer calls with this status.
         encode: its tokenizer; None: it has none.
         raw: log-probabilities before temperature.
@@ -47,6 +47,7 @@ class EngineServer:
         self.gate = asyncio.Event()
         self.gate.set()
         self.die_after: int | None = None
+        self.deaths = 0
         self.status: int | None = None
         self.encode: Callable[[str], list[int]] | None = None
         self.raw = self.deaf = False
@@ -116,6 +117,7 @@ class EngineServer:
         try:
             for n, token in enumerate(ids):
                 if self.die_after is not None and n >= self.die_after:
+                    self.deaths += 1
                     raise ConnectionResetError
                 await asyncio.wait(
                     {asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(abort.wait())},

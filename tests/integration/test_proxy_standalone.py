@@ -202,7 +202,7 @@ async def test_a_server_that_dies_in_a_call_is_left_and_the_call_goes_on(tmp_pat
         bad.die_after = good.die_after = 3  # whichever is asked first
 
         async def survive() -> None:
-            await until(lambda: good.tokens + bad.tokens >= 3)
+            await until(lambda: good.deaths + bad.deaths)
             good.die_after = bad.die_after = None
 
         async with claude(session) as sdk:
