@@ -14,8 +14,8 @@ from opengyre.config import HarnessConfig
 from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.install import PINNED
-from opengyre.executions.harness.options import merged
 from opengyre.executions.harness.registry import make_harness
+from opengyre.executions.options import merged
 from opengyre.executions.sandbox.local import LocalSandbox
 
 KINDS = ("opencode", "codex", "qwen_code", "mini_swe_agent")

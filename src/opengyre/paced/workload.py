@@ -22,6 +22,7 @@ from opengyre.config import HarnessConfig, RunConfig, TasksConfig, build
 from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch
 from opengyre.executions.harness.command import client_variables
+from opengyre.executions.options import harness_options, read_options
 from opengyre.executions.task import Deadlines, Task
 from opengyre.paced.speech import FILLER
 from opengyre.simulate.script import Script
@@ -37,7 +38,7 @@ reward.write_text(json.dumps({"reward": float(passed), "checks": {}}))
 """
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Options(msgspec.Struct, frozen=True):
     """``workload`` names a file; ``speed`` and ``token_scale`` are those of ``[paced]``; ``change`` are other values of
     the file by dotted key."""
 
@@ -52,19 +53,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return load_workload(self.workload).change(**self.change)
 
 
-def options_of(raw: dict[str, Any], where: str) -> Options:
-    """Validate options. Raises ConfigError naming the key."""
-    try:
-        return msgspec.convert(raw, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error), where=where, right="workload, speed, token_scale, change") from None
-
-
 class PacedTasks:
     """``tasks.kind = "opengyre.paced.workload:PacedTasks"``: as many equal tasks as a run asks for."""
 
     def __init__(self, config: TasksConfig) -> None:
-        options = options_of(config.options, "tasks.options")
+        options = read_options(config.options, Options, "tasks.options")
         e = options.changed.executions
         if e.timeout_h is not None and not e.timeout_pauses:
             raise ConfigError("false", where="executions.timeout_pauses", right="true: live deadlines stop while held")
@@ -93,7 +86,7 @@ class PacedHarness:
     name = "paced"
 
     def __init__(self, config: HarnessConfig) -> None:
-        self._options = options_of(config.options, "harness.options")
+        self._options = harness_options(config, Options)
         source = Drawn(self._options.changed)
         self._query = lru_cache(maxsize=256)(source.query)
 

@@ -8,7 +8,6 @@ asked for in training.
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from opengyre.errors import ConfigError, TaskError
+from opengyre.errors import TaskError
+from opengyre.executions.options import read_options
 from opengyre.executions.task import Deadlines, Task
 from opengyre.quickstart.behaviours import BEHAVIOURS, CONSTANTS, NAMES, Function
 
@@ -95,7 +95,7 @@ class QuickstartTasks:
     """
 
     def __init__(self, n_train: int, n_held_out: int, seed: int, options: Mapping[str, Any] | None = None) -> None:
-        self._options = _options(dict(options or {}))
+        self._options = read_options(options or {}, Options, "tasks.options")
         self._tasks = {s: self._make(s, n, seed) for s, n in zip(SPLITS, (n_train, n_held_out), strict=True)}
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -132,19 +132,6 @@ class QuickstartTasks:
             },
             deadlines=Deadlines(boot_s=20.0, agent_s=o.agent_s, evaluator_s=60.0, cleanup_s=10.0),
         )
-
-
-def _options(given: dict[str, Any]) -> Options:
-    known = Options.__struct_fields__
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            right = f"did you mean {near[0]}?" if near else "one of " + ", ".join(known)
-            raise ConfigError("unknown key", where=f"tasks.options.{key}", right=right)
-    try:
-        return msgspec.convert(given, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error), where="tasks.options") from None
 
 
 def _check_script(cases: dict[str, Any], seed: str, median_s: float, sigma: float) -> str:

@@ -22,10 +22,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from opengyre.config import HarnessConfig
-from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.install import require
-from opengyre.executions.harness.options import read_options
+from opengyre.executions.options import harness_options
 
 NAME = "claude_code"
 REPLY_TOKENS = 32_000  # what it asks for by itself; less where the context is small
@@ -82,9 +81,7 @@ class ClaudeCode:
     name = NAME
 
     def __init__(self, config: HarnessConfig, limits: Limits) -> None:
-        self._options, self._limits = read_options(config.options, Options), limits
-        if config.command:
-            raise ConfigError(f"{config.command!r}", where="harness.command", right='nothing; see kind = "command"')
+        self._options, self._limits = harness_options(config, Options), limits
         self._program = require(NAME, self._options.path)
         self._env = config.env
 

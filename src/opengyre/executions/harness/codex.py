@@ -21,10 +21,9 @@ from typing import Any
 import msgspec
 
 from opengyre.config import HarnessConfig
-from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.install import require
-from opengyre.executions.harness.options import merged, read_options
+from opengyre.executions.options import harness_options, merged
 
 NAME = "codex"
 SETTINGS = ".codex/config.toml"
@@ -57,9 +56,7 @@ class Codex:
     name = NAME
 
     def __init__(self, config: HarnessConfig, limits: Limits) -> None:
-        self._options, self._limits = read_options(config.options, Options), limits
-        if config.command:
-            raise ConfigError(f"{config.command!r}", where="harness.command", right='nothing; see kind = "command"')
+        self._options, self._limits = harness_options(config, Options), limits
         self._program = require(NAME, self._options.path)
         self._env = config.env
 

@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 
 from opengyre.config import HarnessConfig
-from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.install import require
-from opengyre.executions.harness.options import merged, read_options
+from opengyre.executions.options import harness_options, merged
 
 NAME = "mini_swe_agent"
 SETTINGS = ".config/mini-swe-agent/opengyre.yaml"
@@ -59,9 +58,7 @@ class MiniSweAgent:
     name = NAME
 
     def __init__(self, config: HarnessConfig, limits: Limits) -> None:
-        self._options, self._limits = read_options(config.options, Options), limits
-        if config.command:
-            raise ConfigError(f"{config.command!r}", where="harness.command", right='nothing; see kind = "command"')
+        self._options, self._limits = harness_options(config, Options), limits
         self._program = require(NAME, self._options.path)
         self._env = config.env
 

@@ -23,10 +23,9 @@ from typing import Any, Literal
 import msgspec
 
 from opengyre.config import HarnessConfig
-from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.install import require
-from opengyre.executions.harness.options import merged, read_options
+from opengyre.executions.options import harness_options, merged
 
 NAME = "opencode"
 REPLY_TOKENS = 32_000  # the most it asks for by itself; less where the context is small
@@ -78,9 +77,7 @@ class OpenCode:
     name = NAME
 
     def __init__(self, config: HarnessConfig, limits: Limits) -> None:
-        self._options, self._limits = read_options(config.options, Options), limits
-        if config.command:
-            raise ConfigError(f"{config.command!r}", where="harness.command", right='nothing; see kind = "command"')
+        self._options, self._limits = harness_options(config, Options), limits
         self._program = require(NAME, self._options.path)
         self._env = config.env
 

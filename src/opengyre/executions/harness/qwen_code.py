@@ -24,7 +24,7 @@ from opengyre.config import HarnessConfig
 from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Launch, Limits
 from opengyre.executions.harness.install import require
-from opengyre.executions.harness.options import merged, read_options
+from opengyre.executions.options import harness_options, merged
 
 NAME = "qwen_code"
 REPLY_TOKENS = 32_000  # less where the context is small
@@ -62,9 +62,7 @@ class QwenCode:
     name = NAME
 
     def __init__(self, config: HarnessConfig, limits: Limits) -> None:
-        self._options, self._limits = read_options(config.options, Options), limits
-        if config.command:
-            raise ConfigError(f"{config.command!r}", where="harness.command", right='nothing; see kind = "command"')
+        self._options, self._limits = harness_options(config, Options), limits
         if (node := shutil.which("node")) is None:
             raise ConfigError("node is not on PATH", where="harness.kind", right="install Node.js 20 or newer")
         self._node, self._program = node, require(NAME, self._options.path).resolve()
