@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from opengyre.arguments import positive
+
 ROLES = ("main", "main_summary", "sub_agent", "sub_agent_summary")
 
 
@@ -32,7 +34,7 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         default="j_max",
         help="j_max: as the run selects (default); all: every leaf that still has something to train",
     )
-    parser.add_argument("--j-max", type=_positive, metavar="J", help="trajectories per execution (default: the run's)")
+    parser.add_argument("--j-max", type=positive, metavar="J", help="trajectories per execution (default: the run's)")
     parser.add_argument("--seed", type=int, help="of the selection (default: the run's)")
     parser.add_argument(
         "--role", action="append", choices=ROLES, help="only leaves of this role; may be given several times"
@@ -46,13 +48,6 @@ def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text}: a finite number")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1")
     return value
 
 

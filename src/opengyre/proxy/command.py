@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from opengyre.arguments import positive, say
 
 if TYPE_CHECKING:
     from opengyre.proxy.standalone import Running
@@ -32,12 +33,12 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0: any free one")
     parser.add_argument("--public-url", default="", metavar="URL", help="where harnesses reach it, if elsewhere")
     parser.add_argument("--dir", type=Path, default=Path("proxy-record"), metavar="RECORD_DIR", help="where it records")
-    parser.add_argument("--context", type=_positive, metavar="N", help="tokens a call may have; default: what fits")
+    parser.add_argument("--context", type=positive, metavar="N", help="tokens a call may have; default: what fits")
     parser.add_argument("--format", metavar="NAME", help="how the model writes turns; default: as its template does")
     parser.add_argument("--temperature", type=float, default=1.0, help="of every call, whatever the harness asks")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="cap on one reply")
-    parser.add_argument("--max-calls", type=_positive, default=100_000, metavar="N", help="model calls per session")
-    parser.add_argument("--slots", type=_positive, default=256, metavar="N", help="calls one server gets at once")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="cap on one reply")
+    parser.add_argument("--max-calls", type=positive, default=100_000, metavar="N", help="model calls per session")
+    parser.add_argument("--slots", type=positive, default=256, metavar="N", help="calls one server gets at once")
     parser.add_argument("--keepalive", type=float, default=10.0, metavar="S", help="longest silence on a stream")
     parser.add_argument("--stream-tokens", action="store_true", help="as they come; default: a turn is sent whole")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="how long a server may take to come up")
@@ -45,13 +46,6 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-key", help=f"of the trainer's door; better: {ADMIN_KEY}; default: one is made")
     parser.add_argument("--engine-key", help=f"bearer token the servers want; better: {ENGINE_KEY}")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,16 +72,11 @@ def run(args: argparse.Namespace) -> int:
         public_url=args.public_url,
         proxy=ProxyConfig(host=args.host, port=args.port, keepalive_s=args.keepalive, stream_tokens=args.stream_tokens),
     )
-    serve(settings, _say, lambda running: _ready(running, settings.folder, given=bool(settings.admin_key)))
+    serve(settings, say, lambda running: _ready(running, settings.folder, given=bool(settings.admin_key)))
     return 0
 
 
 def _ready(running: Running, folder: Path, *, given: bool) -> None:
     key = "as given" if given else running.admin_key
     again = f"\n{running.reopened} sessions of the record are open again" if running.reopened else ""
-    _say(f"proxy:     {running.url}\nadmin key: {key}\nrecord:    {folder}{again}")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    say(f"proxy:     {running.url}\nadmin key: {key}\nrecord:    {folder}{again}")

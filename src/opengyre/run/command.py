@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
+
+from opengyre.arguments import positive, say
 
 
 def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -24,18 +25,11 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
         help="makes what answers the calls: called with (config, renderer), returns a rollout engine; MODULE may be a"
         " .py file; without it, the config's model on the config's cells",
     )
-    parser.add_argument("--executions", type=_positive, default=1, help="of each task (default 1)")
+    parser.add_argument("--executions", type=positive, default=1, help="of each task (default 1)")
     parser.add_argument("--split", choices=("train", "held_out"), default="train")
-    parser.add_argument("--limit", type=_positive, help="at most so many tasks")
+    parser.add_argument("--limit", type=positive, help="at most so many tasks")
     parser.add_argument("--resume", action="store_true", help="go on with the collection in run_dir")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,12 +44,7 @@ def run(args: argparse.Namespace) -> int:
     config = load(path, overrides)
     prepared = prepare(config, resolve_run_dir(config), resume=args.resume)
     collected = collect(
-        prepared, executions=args.executions, engine=args.engine, split=args.split, limit=args.limit, say=_say
+        prepared, executions=args.executions, engine=args.engine, split=args.split, limit=args.limit, say=say
     )
-    _say(describe(collected, f"run folder: {prepared.run_dir}"))
+    say(describe(collected, f"run folder: {prepared.run_dir}"))
     return 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from random import Random
 from typing import Protocol
 
+from opengyre import named
 from opengyre.errors import ConfigError
 from opengyre.record.types import Role, Span
 
@@ -88,11 +88,7 @@ def load_picker(name: str | None) -> Picker:
     """A picker by ``module:function``; None is the default. Raises ConfigError when there is no such function."""
     if name is None:
         return by_priority
-    module, _, function = name.partition(":")
-    try:
-        picker: Picker = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{name!r}: {error}", where="samples.picker", right="module:function") from error
+    picker: Picker = named.load(name, "samples.picker")
     return picker
 
 

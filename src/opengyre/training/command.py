@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
+from opengyre.arguments import say
 from opengyre.errors import ConfigError
 from opengyre.record.types import Role
 
@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         keep=keep,
     )
-    result = fine_tune(args.runs, args.model, args.out, config, _say)
+    result = fine_tune(args.runs, args.model, args.out, config, say)
     held_out = "" if math.isnan(result.held_out_after) else f", held-out loss {result.held_out_before:.4f}"
     held_out += f" -> {result.held_out_after:.4f}" if held_out else ""
-    _say(f"{args.out}: {result.steps} steps on {result.executions} executions{held_out}")
+    say(f"{args.out}: {result.steps} steps on {result.executions} executions{held_out}")
     return 0
 
 
@@ -119,8 +119,3 @@ def check(args: argparse.Namespace) -> None:
         if not (args.model / needed).is_file():
             what = f"has no {needed}" if args.model.is_dir() else "is no folder"
             raise ConfigError(what, where=f"--model {args.model}", right="a Hugging Face causal-LM folder")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

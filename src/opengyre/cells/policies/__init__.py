@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from opengyre import named
 from opengyre.cells.policies.async_ import AsyncPolicy
 from opengyre.cells.policies.base import Policy, PolicyMaker
 from opengyre.cells.policies.colocate import ColocatePolicy
@@ -33,12 +32,8 @@ def make_policy(config: RunConfig, name: str | None = None) -> Policy:
 
 
 def _load(name: str) -> PolicyMaker:
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = ", ".join(POLICIES)
         raise ConfigError(f"{name!r}", where="schedule.policy", right=f"one of {known}, or module:class")
-    try:
-        maker: PolicyMaker = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{name!r}: {error}", where="schedule.policy", right="module:class") from error
+    maker: PolicyMaker = named.load(name, "schedule.policy")
     return maker
