@@ -29,7 +29,7 @@ from opengyre.proxy.router import Router
 from opengyre.record.types import Role
 from opengyre.rollout.base import GenerateRequest
 from opengyre.rollout.tokens import TokenIds
-from opengyre.run.parts import _deadlines
+from opengyre.run.parts import switch_deadlines
 from opengyre.samples.types import Sample
 from opengyre.watch.events import EventLog
 
@@ -68,7 +68,7 @@ class World:
         cells = [
             LiveCell(
                 CellSpec(name, core, "run", {}, ""),
-                CellMachine(name, core=core, deadline_s=_deadlines(config), clock=lambda: self.events.now),
+                CellMachine(name, core=core, deadline_s=switch_deadlines(config), clock=lambda: self.events.now),
                 self.router,
                 slots=4,
                 kv_transfer=True,

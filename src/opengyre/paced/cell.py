@@ -26,6 +26,9 @@ from opengyre.paced.pace import Pace
 from opengyre.paced.speech import Speech
 from opengyre.rollout.base import GenerateRequest, TokenChunk
 from opengyre.rollout.tokens import from_wire
+from opengyre.samples.build import unique_tokens
+from opengyre.samples.types import Sample
+from opengyre.samples.types import from_wire as sample_from_wire
 from opengyre.simulate.cost import CostModel
 from opengyre.training.base import MicroStats, StepStats
 
@@ -149,11 +152,8 @@ class PacedCell:
     # --- training
 
     async def _micro_step(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        from opengyre.samples.build import unique_tokens
-        from opengyre.samples.types import from_wire as sample_from_wire
-
         real = [sample_from_wire(s) for s in samples]
-        by_execution: dict[str, list[Any]] = {}
+        by_execution: dict[str, list[Sample]] = {}
         for sample in real:
             by_execution.setdefault(sample.execution_id, []).append(sample)
         tokens = sum(unique_tokens(own) for own in by_execution.values())

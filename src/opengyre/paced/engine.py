@@ -127,28 +127,27 @@ class PacedEngine:
                 self._wake.clear()
                 await self._wake.wait()
                 due = self._pace.now()
-            due += self._one_stretch()
+            seconds, steps, calls = self._one_stretch()
+            due += seconds
             await self._pace.until(due)
-            self._speak()
+            self._speak(steps, calls)
 
-    def _one_stretch(self) -> float:
-        """Decide what is computed next; returns the modelled seconds it takes."""
+    def _one_stretch(self) -> tuple[float, int, list[_Call]]:
+        """What is computed next: the modelled seconds it takes, decode steps, and the calls with a token in each."""
         seconds, self._debt_s = self._debt_s, 0.0
         for call in self._calls.values():
             seconds += self._cost.prefill_s(call.owed)
             call.owed = 0.0
-        calls = list(self._calls.values())
-        self._stretch: list[tuple[_Call, int]] = []
+        calls, steps = list(self._calls.values()), 0
         if calls:
             context = self._scale * sum(len(c.request.prompt_ids) + c.said for c in calls)
             step_s = self._scale * self._cost.decode_step_s(len(calls), context)
             steps = min(max(1, round(TICK_S * self._pace.speed / step_s)), min(c.left for c in calls))
-            self._stretch = [(call, steps) for call in calls]
             seconds += steps * step_s
-        return seconds
+        return seconds, steps, calls
 
-    def _speak(self) -> None:
-        for call, steps in self._stretch:
+    def _speak(self, steps: int, calls: list[_Call]) -> None:
+        for call in calls:
             if self._calls.get(call.request.call_id) is not call or call.owed:
                 continue  # stopped, or new weights came in the middle: its KV is computed first
             piece = call.ids[call.said : call.said + steps]

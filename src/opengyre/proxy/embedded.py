@@ -28,11 +28,7 @@ from opengyre.transfer.base import Ref
 from opengyre.transfer.shared_memory import SharedMemoryTransfer
 
 NAME = "embedded"
-PAUSE_FIRST_S, PAUSE_MAX_S = (
-    1.0,
-    30.0,
-)  # between two starts; a model that cannot be loaded is not tried for ever at once
-STOP_GRACE_S = 5.0  # a cell in the middle of a step ends within one
+PAUSE_FIRST_S, PAUSE_MAX_S = 1.0, 30.0  # between two starts: a model that cannot be loaded is not tried all the time
 
 
 class Embedded:

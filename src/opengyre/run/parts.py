@@ -229,7 +229,7 @@ def _cells(
                 name,
                 core=core,
                 core_may_leave=core_may_leave,
-                deadline_s=_deadlines(config),
+                deadline_s=switch_deadlines(config),
                 clock=lambda: events.now,
             ),
             router,
@@ -242,7 +242,7 @@ def _cells(
     ]
 
 
-def _deadlines(config: RunConfig) -> dict[CellState, float]:
+def switch_deadlines(config: RunConfig) -> dict[CellState, float]:
     """How long a cell may be in each state on its way, seconds: leaving training includes the micro-step at hand."""
     every = dict.fromkeys(FALLBACK, config.cells.switch_deadline_s)
     return every | {CellState.FLUSHING: config.cells.switch_deadline_s + config.train.lease_s}
