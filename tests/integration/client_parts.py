@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from clients import Played, Stage
+from clients import Played, Stage, staged
 from engines import ScriptedEngine
 from opengyre.executions.outcome import Outcome
 from opengyre.executions.sandbox import bubblewrap
@@ -88,6 +89,15 @@ def working(kit: Kit, stage: Callable[[], Stage], extra: list[str]) -> Callable[
         return replace(turns[n] if n < len(turns) else Say(kit.end), role="main")
 
     return part
+
+
+async def grow(folder: Path, kit: Kit, extra: list[str], ask: str = "Do the steps.", **settings: Any) -> Played:
+    """A client's history that only grows, over cells that die and switch roles; checked to be one leaf, whole."""
+    settings = {"cells": 2, "keepalive_s": KEEPALIVE_S, "executions": FEW, "sandbox": SANDBOX, **settings}
+    async with staged(folder, kit.kind, working(kit, lambda: stage, extra), **settings) as stage:
+        played = await stage.run(ask, wanted=wanted(4))
+    check_worked(played, len(extra))
+    return played
 
 
 def _step(kit: Kit, n: int) -> Call:

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from clients import Stage, needs, staged
+from client_parts import switching
+from clients import needs, staged
 from engines import ScriptedEngine, until
 from opengyre.executions.outcome import Outcome
 from opengyre.record.types import Finish
@@ -25,22 +26,6 @@ KEEPALIVE_S = 5.0
 
 def bash(command: str) -> str:
     return calls(("Bash", {"command": command, "description": "run"}), text="One step more.")
-
-
-def switching(stage: Stage):
-    """A role switch in the middle of a turn: out of the balancer, stop, train, come back with the next version."""
-
-    async def leave(engine: ScriptedEngine) -> None:
-        stage.door.router.remove(engine.name)
-        tasks.append(asyncio.create_task(come_back(engine)))
-
-    async def come_back(engine: ScriptedEngine) -> None:
-        await stage.door.router.drained(engine.name)
-        engine.version += 1
-        stage.door.router.add(engine, 8)
-
-    tasks: list[asyncio.Task[None]] = []
-    return leave
 
 
 @pytest.mark.parametrize("stream_tokens", [False, True])

@@ -6,17 +6,14 @@ import re
 
 from client_parts import (
     FEW,
-    KEEPALIVE_S,
-    SANDBOX,
     Call,
     Kit,
     check_compacted,
-    check_worked,
     close_in_mid_turn,
     delegating,
     filling,
+    grow,
     wanted,
-    working,
 )
 from clients import needs, staged
 from player import Ask, Say, calls, thinks
@@ -44,17 +41,7 @@ async def test_a_history_that_only_grows_is_one_leaf_whatever_cells_do(tmp_path)
         calls(("nonsense", {"a": 1}), shell("printf 'STEP%s:' 5")),
         calls(("exec_command", {"cmd": 1}), shell("printf 'STEP%s:' 6")),
     ]
-    async with staged(
-        tmp_path,
-        "codex",
-        working(KIT, lambda: stage, extra),
-        cells=2,
-        keepalive_s=KEEPALIVE_S,
-        executions=FEW,
-        sandbox=SANDBOX,
-    ) as stage:
-        played = await stage.run("Do the steps.", wanted=wanted(4))
-    check_worked(played, len(extra))
+    await grow(tmp_path, KIT, extra)
 
 
 async def test_a_free_text_tool_of_a_model_it_knows(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from client_parts import FEW, KEEPALIVE_S, SANDBOX, Call, Kit, check_worked, filling, steps, wanted, working
+from client_parts import FEW, Call, Kit, filling, grow, steps, wanted
 from clients import needs, staged
 from opengyre.record.types import Finish
 from player import Ask, Say, calls
@@ -19,17 +19,7 @@ KIT = Kit("mini_swe_agent", shell, end=calls(("bash", {"command": "echo COMPLETE
 
 async def test_a_history_that_only_grows_is_one_leaf_whatever_cells_do(tmp_path):
     extra = [calls(shell("printf 'STEP%s:' 4 # \u00e9\u2028\U0001f600 \\u0041 \"'"))]
-    async with staged(
-        tmp_path,
-        "mini_swe_agent",
-        working(KIT, lambda: stage, extra),
-        cells=2,
-        keepalive_s=KEEPALIVE_S,
-        executions=FEW,
-        sandbox=SANDBOX,
-    ) as stage:
-        played = await stage.run("- Do the steps.", wanted=wanted(4))
-    check_worked(played, len(extra))
+    await grow(tmp_path, KIT, extra, "- Do the steps.")
 
 
 async def test_turns_without_a_tool_call_are_dropped(tmp_path):

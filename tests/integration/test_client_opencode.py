@@ -6,17 +6,15 @@ import pytest
 
 from client_parts import (
     FEW,
-    KEEPALIVE_S,
     SANDBOX,
     Call,
     Kit,
     check_compacted,
-    check_worked,
     close_in_mid_turn,
     delegating,
     filling,
+    grow,
     wanted,
-    working,
 )
 from clients import needs, staged
 from opengyre.record.types import Finish
@@ -46,18 +44,7 @@ async def test_a_history_that_only_grows_is_one_leaf_whatever_cells_do(tmp_path,
         calls(("read", {"path": 1}), shell("printf 'STEP%s:' 6")),
         calls(("write", {"filePath": "w", "content": "a  \n\n"}), shell("printf 'STEP%s:' 7")),
     ]
-    async with staged(
-        tmp_path,
-        "opencode",
-        working(KIT, lambda: stage, extra),
-        options={"dialect": dialect},
-        cells=2,
-        keepalive_s=KEEPALIVE_S,
-        executions=FEW,
-        sandbox=sandbox,
-    ) as stage:
-        played = await stage.run("Do the steps.", wanted=wanted(4))
-    check_worked(played, len(extra))
+    played = await grow(tmp_path, KIT, extra, options={"dialect": dialect}, sandbox=sandbox)
     assert {c.meta.dialect for c in played.tree.calls()} == {dialect}
 
 

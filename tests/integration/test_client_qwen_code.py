@@ -6,17 +6,14 @@ import pytest
 
 from client_parts import (
     FEW,
-    KEEPALIVE_S,
-    SANDBOX,
     Call,
     Kit,
     check_compacted,
-    check_worked,
     close_in_mid_turn,
     delegating,
     filling,
+    grow,
     wanted,
-    working,
 )
 from clients import needs, staged
 from opengyre.record.types import Finish
@@ -45,17 +42,7 @@ async def test_a_history_that_only_grows_is_one_leaf_whatever_cells_do(tmp_path)
         calls(("read_file", {"path": 1}), shell("printf 'STEP%s:' 6")),
         calls(("write_file", {"file_path": "w", "content": "a  \n\n"}), shell("printf 'STEP%s:' 7")),
     ]
-    async with staged(
-        tmp_path,
-        "qwen_code",
-        working(KIT, lambda: stage, extra),
-        cells=2,
-        keepalive_s=KEEPALIVE_S,
-        executions=FEW,
-        sandbox=SANDBOX,
-    ) as stage:
-        played = await stage.run("Do the steps.", wanted=wanted(4))
-    check_worked(played, len(extra))
+    await grow(tmp_path, KIT, extra)
 
 
 async def test_two_sub_agents(tmp_path):
