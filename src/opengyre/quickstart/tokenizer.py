@@ -13,13 +13,29 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+CONTEXT = 2048  # tokens, as the shipped model has
 VOCABULARY = 512  # 256 bytes, 5 markers, the rest merges
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = ("<tool_call>", "</tool_call>")
 STOP = "<|im_end|>"
-_ALONE = r"\A[a-z]+\n|[A-Za-z_]+(?=\()|[0-9]"
+ALONE = r"\A[a-z]+\n|[A-Za-z_]+(?=\()|[0-9]"
 
-TEMPLATE = """\
+ENDING = """\
+    {%- for call in message.tool_calls or [] -%}
+        {{- '\\n' if message.content or not loop.first -}}
+        {{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
+        {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+        {{- '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""  # of a message, with its calls, and of a prompt
+
+TEMPLATE = (
+    """\
 {#- ChatML, Hermes tool calls. A message renders the same wherever it stands. -#}
 {%- macro listed() -%}
     {%- for tool in tools -%}
@@ -34,34 +50,38 @@ TEMPLATE = """\
     {%- if message.role == 'system' and loop.first and tools -%}
         {{- '\\nTools:' + listed() -}}
     {%- endif -%}
-    {%- for call in message.tool_calls or [] -%}
-        {{- '\\n' if message.content or not loop.first -}}
-        {{- '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
-        {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
-        {{- '}\\n</tool_call>' -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
 """
+    + ENDING
+)
 
 
-def train(texts: Iterable[str], out: Path) -> None:
-    """Train on ``texts`` (no markers in them) and write tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+def train(
+    texts: Iterable[str],
+    out: Path,
+    *,
+    vocabulary: int = VOCABULARY,
+    context: int = CONTEXT,
+    alone: str = ALONE,
+    template: str = TEMPLATE,
+    longest: int | None = None,
+) -> None:
+    """Train on ``texts`` (no markers in them) and write tokenizer.json, tokenizer_config.json, chat_template.jinja.
+
+    ``alone``: a pattern of what no merge may touch; ``longest``: characters of a token at most; ``context`` in tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_ALONE), "isolated"),
+            pre_tokenizers.Split(Regex(alone), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(MARKERS),
+        vocab_size=vocabulary - len(MARKERS),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=longest,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -73,7 +93,7 @@ def train(texts: Iterable[str], out: Path) -> None:
         "eos_token": STOP,
         "pad_token": SPECIAL[0],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 2048,
+        "model_max_length": context,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (out / "chat_template.jinja").write_text(TEMPLATE)
+    (out / "chat_template.jinja").write_text(template)
