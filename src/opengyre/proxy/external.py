@@ -166,7 +166,7 @@ class External:
         return [row for row in rows if state in (None, row["state"])]
 
     def show(self, execution_id: str) -> dict[str, Any]:
-        """One execution: what clients are told while it is open, its counters, how it ended."""
+        """One execution: what clients are told and its calls under way while it is open, its counters, how it ended."""
         row = self._row(self._stored(execution_id))
         session = self._sessions.get(execution_id) if execution_id in self._sessions else None
         if session is not None:
@@ -178,6 +178,10 @@ class External:
                 base_url = f"{self._sessions.base_url}/x/{execution_id}"
                 env = client_variables(base_url, session.key, MODEL)
                 row |= {"base_url": base_url, "key": session.key, "model": MODEL, "env": env}
+                row["running"] = [
+                    {"call_id": live.call_id, "dialect": live.prepared.dialect, "sampled_tokens": len(live.sampled)}
+                    for live in session.live.values()
+                ]
         return row
 
     def samples(self, execution_id: str, choice: Choice) -> list[dict[str, Any]]:
