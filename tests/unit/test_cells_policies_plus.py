@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from opengyre.cells.policies import make_policy
+from opengyre.cells.policies import survival as survival_module
 from opengyre.cells.policies.base import IdleSteps, wants_outlook
 from opengyre.cells.policies.replay import replay_decisions
 from opengyre.cells.policies.survival import Outlook, Survival
 from opengyre.cells.state import CellState
+from opengyre.simulate.recorder import Recorder
+from opengyre.simulate.simulator import Simulator
+from opengyre.simulate.workload import Drawn, load_workload
 from test_cells_policies import ROLLOUT, TRAINING, cells, config, moves, see
 
 # -- elastic-plus -----------------------------------------------------------------------------------------------------
@@ -177,3 +181,86 @@ def test_a_logged_decision_that_the_policy_would_not_take_is_found() -> None:
     other = {**event, "actions": [{"cell": "s2", "role": "train"}]}
     count, differences = replay_decisions(config(max_staleness=2), [event, other])
     assert (count, [d.logged[0].cell for d in differences]) == (2, ["s2"])
+
+
+class FromScratch:
+    """``Survival`` as it is defined: every age and every chance is worked out for each outlook."""
+
+    def __init__(self) -> None:
+        self.over: np.ndarray = np.zeros(len(survival_module._EDGES))
+        self.groups: dict[str, dict[str, float | None]] = {}
+        self.known, self.made, self.about = Outlook(), -np.inf, -1
+
+    def queued(self, execution: str, query: str) -> None:
+        self.groups.setdefault(query, {})[execution] = None
+
+    def started(self, execution: str, query: str, now: float) -> None:
+        self.groups.setdefault(query, {})[execution] = now
+
+    def ended(self, execution: str, query: str, now: float, *, counts: bool = True) -> None:
+        start = self.groups[query].pop(execution)
+        if counts and start is not None:
+            self.over *= survival_module._KEEP
+            self.over[survival_module._bin(now - start)] += 1
+        if not self.groups[query]:
+            del self.groups[query]
+
+    def outlook(self, now: float, missing: int) -> Outlook:
+        if self.over.sum() < survival_module._FEWEST or not self.groups:
+            return Outlook()
+        if missing == self.about and now - self.made < 0.05 * survival_module.typical_s(self.over):
+            return self.known
+        members = np.zeros((len(self.groups), len(self.over)), dtype=np.float32)
+        for row, starts in zip(members, self.groups.values(), strict=True):
+            for start in starts.values():
+                row[survival_module._bin(0.0 if start is None else now - start)] += 1
+        self.known = survival_module.expect(self.over, members, [], missing)
+        self.made, self.about = now, missing
+        return self.known
+
+
+def near(one: Outlook, other: Outlook) -> bool:
+    """Equal but for the order in which float32 were added."""
+    pairs = ((one.next_group_s, other.next_group_s), (one.step_eta_s, other.step_eta_s))
+    return all((a is None) == (b is None) and (a is None or a == pytest.approx(b, rel=1e-4)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_that_are_kept_are_those_made_anew(seed: int) -> None:
+    """Executions queue, start, age and end at random; groups of many sizes; numbers and places are used again."""
+    random = np.random.default_rng(seed)
+    kept, anew = Survival(), FromScratch()
+    waiting: list[tuple[str, str]] = []
+    running: list[tuple[str, str]] = []
+    now = 1e6 * seed  # a late clock rounds more
+    for number in range(400):
+        now += float(random.exponential(30.0))
+        for member in range(int(random.integers(0, 4))):
+            waiting.append((f"{number}-{member}", f"q{number}"))
+            for one in (kept, anew):
+                one.queued(*waiting[-1])
+        while waiting and random.random() < 0.7:
+            running.append(waiting.pop(int(random.integers(len(waiting)))))
+            for one in (kept, anew):
+                one.started(*running[-1], now)
+        while running and random.random() < 0.6:
+            execution, query = running.pop(int(random.integers(len(running))))
+            counts = bool(random.random() < 0.9)
+            for one in (kept, anew):
+                one.ended(execution, query, now, counts=counts)
+        assert near(kept.outlook(now, number % 5), anew.outlook(now, number % 5))
+
+
+def test_decisions_are_those_of_counts_made_anew() -> None:
+    """A whole simulated run, decided with either estimate: the same actions at the same moments."""
+    workload = load_workload("qwen3.8-2.4t").change(**{"run.steps": 4})
+    logs = []
+    for survival in (Survival(), FromScratch()):
+        recorder = Recorder()
+        simulator = Simulator(workload, Drawn(workload), "elastic-plus", recorder=recorder)
+        simulator.view.survival = survival
+        simulator.run()
+        decisions = [e for e in recorder.events if e["kind"] == "decision"]
+        logs.append([(e["t"], e["actions"], e["admit"]) for e in decisions])
+    assert logs[0] == logs[1]
+    assert len(logs[0]) > 5

@@ -7,9 +7,16 @@ An execution aged a outlives h more seconds with probability S(a + h) / S(a). S 
 Meier 1958) on geometric bins; executions that still run are censored at their age, so that a young run does not take
 its quick executions for the rule. Beyond the last duration seen, the last hazard goes on. Members of a group count as
 independent given their ages; where they are alike, late groups are later than estimated.
+
+The counts per group and bin are kept, not made: an outlook looks anew only at executions whose age has left its bin.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +27,9 @@ Floats = NDArray[np.float64]
 _BINS = 64
 _FIRST_S, _LAST_S = 0.05, 1e6  # from the quickest test to eleven days
 _EDGES: Floats = np.concatenate([[0.0], np.geomspace(_FIRST_S, _LAST_S, _BINS)])  # a bin is 1.3 times the one before
-_PER_LOG = (_BINS - 1) / np.log(_LAST_S / _FIRST_S)  # bins per unit of the logarithm
+_AGES = _BINS + 1  # number of bins: one more below the first edge
+_UNTIL: Floats = np.append(_EDGES[1:], [np.inf, np.inf])  # where a bin ends, and one that is asked for past the last
+_EARLY = 1 - 1e-8  # an age is looked at before it can have left its bin: start + duration is rounded
 _FEWEST = 8  # executions over, before their durations say anything
 _HORIZONS = 32  # moments at which a wait is looked at; between them it is interpolated
 _KEEP = 0.999  # per execution that ends: the policy learns, and what was true 1,000 executions ago fades
@@ -42,13 +51,16 @@ class Survival:
     """
 
     def __init__(self) -> None:
-        self._ended: Floats = np.zeros(_BINS + 1)
+        self._ended: Floats = np.zeros(_AGES)
         self._places: dict[str, int] = {}  # execution not over -> its place
         self._groups: dict[str, tuple[int, int]] = {}  # query -> its group number, members not over
         self._free: list[int] = []
         self._free_groups: list[int] = []
-        self._start: Floats = np.full(_ROOM, np.nan)  # nan: no execution here; inf: it waits to start
+        self._start: Floats = np.full(_ROOM, np.inf)  # inf: no execution here, or one that waits to start
+        self._leaves: Floats = np.full(_ROOM, np.inf)  # when its age is in another bin than it is counted in
         self._group = np.zeros(_ROOM, dtype=np.int64)
+        self._bins = np.zeros(_ROOM, dtype=np.int64)
+        self._members = np.zeros((_ROOM, _AGES), dtype=np.float32)  # of each group, by the bin of their age
         self._outlook, self._made, self._about = Outlook(), -np.inf, -1
         self._typical_s = 0.0
 
@@ -58,19 +70,25 @@ class Survival:
             return
         place = self._free.pop() if self._free else len(self._places)
         if place == len(self._start):
-            self._start = np.concatenate([self._start, np.full(place, np.nan)])
-            self._group = np.concatenate([self._group, np.zeros(place, dtype=np.int64)])
+            self._start, self._leaves = (
+                np.append(times, np.full(place, np.inf)) for times in (self._start, self._leaves)
+            )
+            self._group, self._bins = (np.append(ids, np.zeros_like(ids)) for ids in (self._group, self._bins))
         number, members = self._groups.get(query, (-1, 0))
         if number < 0:
             number = self._free_groups.pop() if self._free_groups else len(self._groups)
+            if number == len(self._members):
+                self._members = np.concatenate([self._members, np.zeros_like(self._members)])
         self._groups[query] = (number, members + 1)
         self._places[execution] = place
-        self._start[place], self._group[place] = np.inf, number
+        self._group[place], self._bins[place] = number, 0
+        self._members[number, 0] += 1
 
     def started(self, execution: str, query: str, now: float) -> None:
         """An execution starts."""
         self.queued(execution, query)
-        self._start[self._places[execution]] = now
+        place = self._places[execution]
+        self._start[place], self._leaves[place] = now, now  # its bin is found with the next outlook
 
     def ended(self, execution: str, query: str, now: float, *, counts: bool = True) -> None:
         """An execution is over, evaluator included. ``counts``: False if that says nothing about how long they take."""
@@ -79,10 +97,11 @@ class Survival:
             return
         if counts and np.isfinite(self._start[place]):
             self._ended *= _KEEP
-            self._ended[_bin(np.array([now - self._start[place]]))[0]] += 1
-        self._start[place] = np.nan
-        self._free.append(place)
+            self._ended[_bin(now - self._start[place])] += 1
         number, members = self._groups[query]
+        self._members[number, self._bins[place]] -= 1
+        self._start[place] = self._leaves[place] = np.inf
+        self._free.append(place)
         self._groups[query] = (number, members - 1)
         if members == 1:
             del self._groups[query]
@@ -94,35 +113,55 @@ class Survival:
             return Outlook()
         if missing == self._about and now - self._made < _REFRESH_SHARE * self._typical_s:
             return self._outlook
-        used = ~np.isnan(self._start)
-        start = self._start[used]
-        ages = np.where(np.isinf(start), 0.0, np.maximum(0.0, now - start))
-        n_groups = len(self._groups) + len(self._free_groups)
+        self._count_ages(now)
+        members = self._members[: len(self._groups) + len(self._free_groups)]
         self._typical_s = typical_s(self._ended)
-        self._outlook = expect(self._ended, ages, self._group[used], n_groups, missing)
+        self._outlook = expect(self._ended, members, self._free_groups, missing)
         self._made, self._about = now, missing
         return self._outlook
 
+    def _count_ages(self, now: float) -> None:
+        """Count the executions whose age has left its bin in the one where it is now."""
+        due = np.flatnonzero(self._leaves <= now)
+        before, start = self._bins[due], self._start[due]
+        ages = now - start
+        bins = before + (ages >= _UNTIL[before])
+        far = np.flatnonzero(ages >= _UNTIL[before + 1])  # most go to the next bin; a search takes longer
+        bins[far] = _bin(ages[far])
+        rows, counts = self._group[due] * _AGES, self._members.reshape(-1)  # a view
+        np.subtract.at(counts, rows + before, np.float32(1))
+        np.add.at(counts, rows + bins, np.float32(1))
+        self._bins[due] = bins
+        self._leaves[due] = start + _UNTIL[bins] * _EARLY
 
-def expect(ended: Floats, ages: Floats, groups: NDArray[np.int64], n_groups: int, missing: int) -> Outlook:
-    """The outlook from counts of ended durations per bin, and age and group number of every execution not over."""
-    bins = _bin(ages)
-    log_survival = _log_survival(ended, np.bincount(bins, minlength=_BINS + 1).astype(np.float64))
+
+def expect(ended: Floats, members: NDArray[np.float32], void: Sequence[int], missing: int) -> Outlook:
+    """What is likely.
+
+    Args:
+        ended: durations per bin.
+        members: executions that are not over, per group and bin of their age.
+        void: rows of ``members`` that are no group.
+        missing: groups that the open step waits for.
+    """
+    log_survival = _log_survival(ended, members.sum(axis=0).astype(np.float64))
     horizons = typical_s(ended) * np.geomspace(0.01, 30.0, _HORIZONS)  # at once, to a tail of 30 typical durations
-    middles = np.sqrt(np.maximum(_EDGES, _FIRST_S / 2) * np.append(_EDGES[1:], _LAST_S))
-    middles[0] = 0.0  # most of them have just started
-    now, then = (np.interp(t, _EDGES, log_survival) for t in (middles[:, None], middles[:, None] + horizons))
-    log_over = np.log(
-        np.maximum(1e-300, -np.expm1(np.minimum(0.0, then - now)))
-    )  # (bins, horizons): it is over by then
-    members = np.bincount(groups * (_BINS + 1) + bins, minlength=n_groups * (_BINS + 1)).reshape(n_groups, -1)
-    if n_groups and np.bincount(groups, minlength=n_groups).min() == 0:
-        members = members[members.any(axis=1)]  # numbers that are free now
-    complete = np.exp(members.astype(np.float32) @ log_over.astype(np.float32))  # shape (groups, horizons)
-    any_yet = 1.0 - np.prod(1.0 - complete, axis=0)
+    ages = np.sqrt(np.maximum(_EDGES, _FIRST_S / 2) * np.append(_EDGES[1:], _LAST_S))  # the middle of each bin
+    ages[0] = 0.0  # most of them have just started
+    now, then = (np.interp(t, _EDGES, log_survival) for t in (ages, ages + horizons[:, None]))
+    over = -np.expm1(np.minimum(0.0, then - now))  # of an execution of that age by then, shape (horizons, bins)
+    log_over = np.log(np.maximum(1e-300, over)).astype(np.float32)
+
+    @cache
+    def complete(horizon: int) -> NDArray[np.float32]:
+        """How likely each group is complete by then."""
+        likely: NDArray[np.float32] = np.exp(members @ log_over[horizon])
+        likely[void] = 0.0
+        return likely
+
     return Outlook(
-        next_group_s=_reaches(horizons, any_yet, 0.5),
-        step_eta_s=_reaches(horizons, complete.sum(axis=0), missing) if missing > 0 else 0.0,
+        next_group_s=_reaches(horizons, lambda horizon: 1.0 - float(np.prod(1.0 - complete(horizon))), 0.5),
+        step_eta_s=_reaches(horizons, lambda horizon: float(complete(horizon).sum()), missing) if missing > 0 else 0.0,
     )
 
 
@@ -131,11 +170,9 @@ def typical_s(ended: Floats) -> float:
     return float(np.exp(np.average(np.log(np.maximum(_EDGES, _FIRST_S / 2)), weights=ended)))
 
 
-def _bin(seconds: Floats) -> NDArray[np.int64]:
-    """The bin of a duration: 0 below _FIRST_S, the last one from _LAST_S on."""
-    logs = np.log(np.maximum(seconds, _FIRST_S / 2) / _FIRST_S) * _PER_LOG
-    bins: NDArray[np.int64] = np.clip(np.floor(logs + 1e-9).astype(np.int64) + 1, 0, _BINS)
-    return bins
+def _bin(seconds: Floats | float) -> Any:
+    """The bin of a duration, of several an array: 0 below _FIRST_S, the last one from _LAST_S on."""
+    return np.maximum(np.searchsorted(_EDGES, seconds, side="right") - 1, 0)
 
 
 def _log_survival(ended: Floats, running: Floats) -> Floats:
@@ -150,13 +187,14 @@ def _log_survival(ended: Floats, running: Floats) -> Floats:
     return log_s
 
 
-def _reaches(horizons: Floats, rising: Floats, level: float) -> float | None:
-    """When a rising curve reaches a level, on a straight line between two horizons; None if it does not."""
-    if rising[-1] < level:
+def _reaches(horizons: Floats, rising: Callable[[int], float], level: float) -> float | None:
+    """When a curve reaches a level, on a straight line between two horizons; None if it does not. It rises, so few of
+    its points need to be known."""
+    place = bisect_left(range(len(horizons)), level, key=rising)
+    if place == len(horizons):
         return None
-    place = int(np.argmax(rising >= level))
     if place == 0:
         return float(horizons[0])
-    low, high = rising[place - 1], rising[place]
+    low, high = rising(place - 1), rising(place)
     share = (level - low) / (high - low)
     return float(horizons[place - 1] + share * (horizons[place] - horizons[place - 1]))
