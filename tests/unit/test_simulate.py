@@ -22,6 +22,7 @@ from opengyre.simulate.recorder import Recorder
 from opengyre.simulate.script import Execution, Query, Script, Turn
 from opengyre.simulate.serving import Engine
 from opengyre.simulate.simulator import SimulationError, Simulator
+from opengyre.simulate.trace import UNLIMITED, Played, Recorded
 from opengyre.simulate.workload import Drawn, Workload, build, capped_mean, load_workload, shipped
 from opengyre.watch.figures import figures
 
@@ -296,8 +297,44 @@ def test_a_plan_finds_that_more_cells_are_faster_and_dearer() -> None:
 
 def test_a_plan_over_trajectories_needs_to_know_what_they_cost() -> None:
     with pytest.raises(ConfigError, match="by_j_max"):
-        Choice(policy="elastic", cells=4, slots=8, max_staleness=1, j_max="1").apply(small())
-    changed = Choice(policy="elastic", cells=4, slots=8, max_staleness=1, j_max="1").apply(
-        load_workload("qwen3.8-2.4t")
-    )
-    assert changed.training.cell_hours_per_step < load_workload("qwen3.8-2.4t").training.cell_hours_per_step
+        choices(small(), j_max=["1"])
+    with pytest.raises(ConfigError, match=r"training\.j_max"):
+        small(**{"training.j_max": "2"})
+    published = load_workload("qwen3.8-2.4t")
+    with pytest.raises(ConfigError, match="1, 5, unlimited"):
+        choices(published, j_max=["3"])
+    fewer = Choice(policy="elastic", cells=4, slots=150, max_staleness=4, j_max="1").apply(published)
+    assert fewer.step_tokens == pytest.approx(published.step_tokens * 0.553)
+    assert fewer.micro_step_tokens == pytest.approx(published.micro_step_tokens)  # fewer micro-steps, not smaller ones
+    assert Drawn(fewer).query(0)[0].train_tokens == pytest.approx(Drawn(published).query(0)[0].train_tokens * 0.553)
+
+
+def test_each_j_max_has_its_own_best_and_finalists_are_compared_draw_by_draw() -> None:
+    training = {"training.by_j_max": {"1": 0.4, "5": 1.0}, "training.cell_hours_per_step": 0.3}
+    tried = choices(small(**training), policies=["elastic"], cells=[2, 4], slots=[8], staleness=[1])
+    assert [(c.j_max, c.cells) for c in tried] == [("1", 2), ("1", 4), ("5", 2), ("5", 4)]
+    found = plan(small(**training), tried, seeds=3)
+    assert [(p.choice.j_max, p.choice.cells) for p in found] == [("1", 4), ("1", 2), ("5", 4), ("5", 2)]
+    assert [p.ratio == (1.0, 1.0, 1.0) for p in found] == [True, False, True, False]
+    slower, best = found[1], found[0]
+    ratios = [a / b for a, b in zip(slower.by_seed, best.by_seed, strict=True)]
+    assert slower.ratio == pytest.approx((sum(ratios) / 3, min(ratios), max(ratios)))
+    assert found[2].step_hours[0] > best.step_hours[0]
+    cheap = plan(small(**training), tried, seeds=3, objective="gpu-hours")
+    ends = [(p.choice.cells, p.ratio[0] >= 1) for p in cheap if p.choice.j_max == "1"]
+    assert ends == [(2, True), (4, True)]
+
+
+def test_a_recorded_run_trains_what_its_j_max_picks() -> None:
+    """Tokens of one, two, three trajectories of each execution; a group that trained nothing."""
+    script = Script(1.0, (Turn(10.0, 5.0, 100.0, 1.0),), 1.0, 0.0)
+    groups = [[Played(script, (60.0, 90.0, 100.0)), Played(script, (40.0,))], [Played(script), Played(script)]]
+    recorded = Recorded(groups, "2")
+    assert [one.train_tokens for one in recorded.query(0)] == [90.0, 40.0]
+    assert [one.train_tokens for one in recorded.query(1)] == [0.0, 0.0]
+    known = recorded.by_j_max()
+    assert known == {"1": pytest.approx(100 / 130), "2": 1.0, "3": pytest.approx(140 / 130), UNLIMITED: known["3"]}
+    workload = small(**{"training.by_j_max": known, "training.j_max": UNLIMITED, "training.micro_step_tokens": 50.0})
+    assert [one.train_tokens for one in recorded.drawn(workload, None).query(0)] == [100.0, 40.0]
+    outcome = Simulator(workload, recorded.drawn(workload, 0), "elastic").run()
+    assert outcome.steps == 4

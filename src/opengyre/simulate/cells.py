@@ -10,6 +10,7 @@ role. A cell that dies loses its calls' KV and what it had not handed over; a co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -194,8 +195,8 @@ class Pool:
             query = sim.queries[query_id]
             sim.tally.trained(sim, query)
             size = sim.workload.micro_step_tokens
-            parts = max(1, -(-int(query.train_tokens) // int(size)))
-            step.claimable += [query.train_tokens / parts] * parts
+            parts = math.ceil(query.train_tokens / size)  # none of a group that trains nothing
+            step.claimable += [query.train_tokens / max(1, parts)] * parts
             step.total += parts
         for cell in self.cells.values():
             self.claim(cell)

@@ -43,7 +43,13 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
     plan.add_argument("--cells", type=_numbers, default=(), metavar="N,N,…", help="default: half, as is, twice")
     plan.add_argument("--slots", type=_numbers, default=(), metavar="N,N,…", help="default: half, as is, 1.5 times")
     plan.add_argument("--staleness", type=_numbers, default=(), metavar="N,N,…", help="default: as is, 2 less, 2 more")
-    plan.add_argument("--j-max", type=lambda text: text.split(","), default=(), metavar="J,J,…", help="1, 5, unlimited")
+    plan.add_argument(
+        "--j-max",
+        type=lambda text: text.split(","),
+        default=(),
+        metavar="J,J,…",
+        help="default: all that the workload knows",
+    )
     plan.add_argument("--seeds", type=int, default=5, help="draws for the best configurations (default: 5)")
     plan.add_argument("--steps", type=int, default=8, help="steps to simulate of each (default: 8)")
     plan.add_argument("--json", action="store_true", help="one JSON object a line, best first")
@@ -88,7 +94,7 @@ def _load(args: argparse.Namespace) -> tuple[Workload, Callable[[Workload, int |
     if args.trace is None:
         return load_workload(args.workload).change(**changes), Drawn, None
     trace = Trace(args.trace)
-    return trace.workload().change(**changes), lambda workload, seed: trace.source.resampled(seed), trace.wall_s
+    return trace.workload().change(**changes), trace.source.drawn, trace.wall_s
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -170,14 +176,26 @@ def run_plan(args: argparse.Namespace) -> int:
 def _plan_table(found: list[Planned]) -> list[str]:
     from opengyre.simulate.compare import clock
 
-    head = ["policy", "cells", "slots", "staleness", "J_max", "per step", "GPU hours", "efficiency", "timeouts"]
+    head = [
+        "J_max",
+        "policy",
+        "cells",
+        "slots",
+        "staleness",
+        "per step",
+        "GPU hours",
+        "x best",
+        "efficiency",
+        "timeouts",
+    ]
     rows = [head]
     for p in found:
         c = p.choice
         split = f" ({c.train_cells + 1} train)" if c.policy == "async" else ""
         hours, gpu = _span(p.step_hours, clock), _span(p.gpu_hours, lambda hours: f"{hours:.3g}")
         staleness = f"{p.staleness:.1f} of {c.max_staleness}"
-        values = [c.policy + split, str(c.cells), str(c.slots), staleness, c.j_max or "as is", hours, gpu]
+        values = [c.j_max or "as is", c.policy + split, str(c.cells), str(c.slots), staleness, hours, gpu]
+        values.append(_span(p.ratio, lambda ratio: f"{ratio:.2f}"))
         rows.append([*values, f"{p.efficiency:.1%}", f"{p.timeouts:.1%}"])
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

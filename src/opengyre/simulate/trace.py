@@ -14,40 +14,68 @@ import random
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opengyre.config import RunConfig, load
 from opengyre.errors import RecordError
+from opengyre.record.roles import assign_roles
 from opengyre.record.store import Store
 from opengyre.record.tree import Tree
+from opengyre.samples.select import Key, load_picker, paths_of, select
 from opengyre.simulate.cost import CostModel
 from opengyre.simulate.script import Script, Turn
 from opengyre.simulate.workload import Cluster, Executions, PolicySettings, Run, Training, Workload
 from opengyre.watch import events as log
 
+UNLIMITED = "unlimited"  # as J_max
 _FAST = 1e9  # tokens per second of what was too quick to be measured
+
+
+class Played(NamedTuple):
+    """A recorded execution: its script, and the tokens that its training runs over with one trajectory, with two, …"""
+
+    script: Script
+    by_j: tuple[float, ...] = ()
+
+    def with_j(self, j_max: int | None) -> Script:
+        """The script with at most so many trajectories; None: with all."""
+        return self.script._replace(train_tokens=self.by_j[:j_max][-1] if self.by_j else 0.0)
 
 
 class Recorded:
     """Scripts of a recorded run, in its admission order; beyond its last query it starts over."""
 
-    def __init__(self, groups: list[list[Script]], seed: int = 0) -> None:
-        self._groups, self.seed = groups, seed
-        turns = [turn for group in groups for script in group for turn in script.turns]
+    def __init__(self, groups: list[list[Played]], j_max: str, seed: int = 0) -> None:
+        self._groups, self.j_max, self.seed = groups, j_max, seed
+        most = None if j_max == UNLIMITED else int(j_max)
+        self._scripts = [[one.with_j(most) for one in group] for group in groups]
+        turns = [turn for group in self._scripts for script in group for turn in script.turns]
         tokens = sum(turn.tokens for turn in turns) or 1.0
         self.mean_context = sum(turn.context * turn.tokens for turn in turns) / tokens
 
     def query(self, number: int) -> list[Script]:
         """The executions of one query."""
-        return self._groups[number % len(self._groups)]
+        return self._scripts[number % len(self._scripts)]
 
-    def resampled(self, seed: int | None) -> Recorded:
-        """As many queries, drawn from these with replacement; None or 0: as they are."""
-        if not seed:
-            return self
-        return Recorded(random.Random(seed).choices(self._groups, k=len(self._groups)), seed)
+    def drawn(self, workload: Workload, seed: int | None) -> Recorded:
+        """With the J_max of a workload, as many queries drawn from these with replacement; seed None or 0: as they
+        are."""
+        groups = random.Random(seed).choices(self._groups, k=len(self._groups)) if seed else self._groups
+        return Recorded(groups, workload.training.j_max or self.j_max, seed or 0)
+
+    def by_j_max(self) -> dict[str, float]:
+        """J_max -> training tokens of all executions, relative to the J_max that is played."""
+        most = max((len(one.by_j) for group in self._groups for one in group), default=0)
+        own = sum(script.train_tokens for group in self._scripts for script in group) or 1.0
+        sums = {
+            str(j): sum(one.with_j(j).train_tokens for group in self._groups for one in group) / own
+            for j in range(1, most + 1)
+        }
+        if not sums:
+            return {}
+        return {**sums, self.j_max: 1.0, UNLIMITED: sums[str(most)]}
 
 
 class Trace:
@@ -70,9 +98,8 @@ class Trace:
         if not steps:
             raise RecordError("has no committed step", where=str(run_dir), right="a run with at least one")
         self._micro_tokens = [e["tokens"] for e in self.kinds["micro_step"] if e["state"] == "claimed"]
-        unique = sum(m["done"].get("unique_tokens", 0) for m in self._moments.values() if "done" in m)
-        self._train_share = sum(self._micro_tokens) / max(1, unique)
-        self.source = Recorded(self._groups())
+        self._picker = load_picker(self.config.samples.picker)
+        self.source = Recorded(self._groups(), str(self.config.samples.j_max))
         self.wall_s = steps[-1]["t"] - self.kinds["query"][0]["t"]
 
     def workload(self) -> Workload:
@@ -84,7 +111,7 @@ class Trace:
         return Workload(
             name=config.name,
             about=f"recorded run {self.run_dir}",
-            cluster=Cluster(cells=cells.satellites + 1, slots=cells.slots),
+            cluster=Cluster(cells=cells.satellites + 1, slots=cells.slots, gpus_per_node=1),
             run=Run(
                 steps=len(self.kinds["step"]),
                 queries_per_step=samples.queries_per_step,
@@ -95,7 +122,10 @@ class Trace:
             ),
             executions=Executions(context=self.source.mean_context),
             training=Training(
-                micro_step_tokens=statistics.fmean(self._micro_tokens), flush_every=config.train.flush_every
+                micro_step_tokens=statistics.fmean(self._micro_tokens),
+                flush_every=config.train.flush_every,
+                by_j_max=self.source.by_j_max(),
+                j_max=self.source.j_max,
             ),
             cost=cost,
             policies=dict.fromkeys(("async", "lend", "colocate", schedule.policy), settings),
@@ -103,19 +133,42 @@ class Trace:
 
     # --- executions
 
-    def _groups(self) -> list[list[Script]]:
+    def _groups(self) -> list[list[Played]]:
+        queries: dict[str, set[str]] = defaultdict(set)  # by state, in order of their admission
         admitted = [e["query"] for e in self.kinds["query"] if e["state"] == "admitted"]
-        members: dict[str, list[Script]] = defaultdict(list)
+        for event in self.kinds["query"]:
+            queries[event["state"]].add(event["query"])
+        members: dict[str, list[Played]] = defaultdict(list)
         with Store.open(self.run_dir / "calls.db", readonly=True) as store:
-            recorded = {e.execution_id for e in store.executions()}
+            outcomes = {e.execution_id: e.outcome or {} for e in store.executions()}
             for execution, moments in self._moments.items():
-                if "done" in moments and moments["done"].get("calls") and execution in recorded:
-                    tree = store.load_tree(execution, verify=False)
-                    members[moments["done"]["query"]].append(self._script(moments, tree))
+                if "done" in moments and moments["done"].get("calls") and execution in outcomes:
+                    query, tree = moments["done"]["query"], store.load_tree(execution, verify=False)
+                    counts = query not in queries["complete"] or outcomes[execution].get("samples")
+                    by_j = self._by_j(execution, tree) if counts else ()  # a group that is all alike trains nothing
+                    members[query].append(Played(self._script(moments, tree), by_j))
         groups = [members[query] for query in dict.fromkeys(admitted) if members[query]]
         if not groups:
             raise RecordError("has no finished execution", where=str(self.run_dir), right="a run that got further")
-        return groups
+        trained = [one.by_j[: self.config.samples.j_max][-1:] for q in queries["trained"] for one in members[q]]
+        share = sum(self._micro_tokens) / (sum(map(sum, trained)) or 1)  # packing computes some tokens twice
+        return [[one._replace(by_j=tuple(share * t for t in one.by_j)) for one in group] for group in groups]
+
+    def _by_j(self, execution: str, tree: Tree) -> tuple[float, ...]:
+        """Distinct tokens on the paths that would be trained: on the first drawn, on the first two, …"""
+        picks = select(
+            paths_of(tree, assign_roles(tree)),
+            j_max=len(tree.leaves()),
+            run_seed=self.config.seed,
+            execution_id=execution,
+            picker=self._picker,
+        )
+        known: set[Key] = set()
+        sums = []
+        for pick in picks:
+            known |= {segment.key for segment in pick.path.segments}
+            sums.append(float(sum(stop - start for _, start, stop in known)))
+        return tuple(sums)
 
     def _script(self, moments: dict[str, dict[str, Any]], tree: Tree) -> Script:
         done, calls = moments["done"], sorted(tree.calls(), key=lambda call: call.meta.started_s)
@@ -131,10 +184,7 @@ class Trace:
             self._calls.append((meta.started_s, meta.ended_s, call.sampled_tokens, new, cell))
             context = call.prompt_tokens + call.sampled_tokens / 2
             turns.append(Turn(max(1, call.sampled_tokens), new, context, max(0.0, then - meta.ended_s)))
-        train_tokens = done.get("unique_tokens", 0) * self._train_share
-        return Script(
-            max(0.0, calls[0].meta.started_s - began), tuple(turns), max(0.0, done["t"] - scoring), train_tokens
-        )
+        return Script(max(0.0, calls[0].meta.started_s - began), tuple(turns), max(0.0, done["t"] - scoring), 0.0)
 
     # --- costs
 

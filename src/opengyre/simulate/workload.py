@@ -81,7 +81,8 @@ class Training(_Table, frozen=True, kw_only=True):
     micro_steps_per_group: int = 8  # of a mean group
     flush_every: int = 4
     micro_step_tokens: float = 0.0  # set where they are known: a recorded run; else from the two above
-    by_j_max: dict[str, float] = {}  # trajectories per execution -> training time, relative to that of this workload
+    by_j_max: dict[str, float] = {}  # J_max -> training work, where ``cell_hours_per_step`` is 1
+    j_max: str | None = None  # trajectories per execution, a key of ``by_j_max``; None: as many as make the 1
 
 
 class PolicySettings(_Table, frozen=True, kw_only=True):
@@ -130,6 +131,10 @@ class Workload(_Table, frozen=True, kw_only=True):
             value = _get(self, key)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{value}", where=key, right=f"{low} to {high}")
+        j_max, known = self.training.j_max, self.training.by_j_max
+        if j_max is not None and j_max not in known:
+            right = f"one of {', '.join(known)}" if known else "nothing: there is no [training.by_j_max]"
+            raise ConfigError(j_max, where="training.j_max", right=right)
 
     def run_config(self, policy: str) -> RunConfig:
         """The part of a live run's config that policies read."""
@@ -158,15 +163,20 @@ class Workload(_Table, frozen=True, kw_only=True):
         return self.cost.decode_step_s(calls, calls * e.context) + calls * self.cost.prefill_s(e.prompt_per_sampled)
 
     @property
+    def j_share(self) -> float:
+        """Training work with ``training.j_max``, relative to ``training.cell_hours_per_step``."""
+        return self.training.by_j_max[self.training.j_max] if self.training.j_max is not None else 1.0
+
+    @property
     def step_tokens(self) -> float:
         """Tokens that training a mean step runs over."""
-        return self.training.cell_hours_per_step * 3600 * self.cost.train_tokens_per_s
+        return self.training.cell_hours_per_step * 3600 * self.cost.train_tokens_per_s * self.j_share
 
     @property
     def micro_step_tokens(self) -> float:
-        """Token budget of a micro-step."""
+        """Token budget of a micro-step; the same for every J_max."""
         parts = self.training.micro_steps_per_group * self.run.queries_per_step
-        return self.training.micro_step_tokens or self.step_tokens / parts
+        return self.training.micro_step_tokens or self.step_tokens / self.j_share / parts
 
     def change(self, **values: Any) -> Workload:
         """A copy with values by dotted key, as in ``change(**{"run.max_staleness": 2})``. Raises ConfigError."""
