@@ -15,6 +15,7 @@ import anthropic.types
 import openai.types.chat
 import openai.types.responses
 import pytest
+from msgspec import structs
 from pydantic import TypeAdapter
 
 from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolResult
@@ -135,7 +136,7 @@ def test_what_a_request_means_is_the_same_in_all_dialects(golden):
 
 def _meaning(conversation):
     parts = [
-        {"role": m.role, "parts": [{"kind": type(p).__name__, **asdict(p)} for p in m.parts]}
+        {"role": m.role, "parts": [{"kind": type(p).__name__, **structs.asdict(p)} for p in m.parts]}
         for m in conversation.messages
     ]
     for part in (p for m in parts for p in m["parts"]):

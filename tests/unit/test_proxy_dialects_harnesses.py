@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from opengyre.proxy.conversation import Conversation
 from opengyre.proxy.dialects.chat import Chat
@@ -31,7 +32,8 @@ def lines(conversation: Conversation) -> str:
     rows = [options, {"tools": {t.name: list(t.parameters.get("properties", {})) for t in conversation.tools}}]
     for message in conversation.messages:
         parts = [
-            {type(p).__name__: {k: v for k, v in asdict(p).items() if v not in ("", False)}} for p in message.parts
+            {type(p).__name__: {k: v for k, v in structs.asdict(p).items() if v not in ("", False)}}
+            for p in message.parts
         ]
         rows.append({message.role: parts})
     return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from opengyre.errors import RecordError
 from opengyre.record.call import CommittedCall, digest_ids
@@ -219,7 +220,7 @@ def test_a_commit_that_contradicts_the_engine_is_refused_and_leaves_nothing():
     before = (len(talk.tree), talk.tree.unique_tokens, talk.tree.leaves())
     for change in (
         {"prompt_digest": digest_ids(ids(1))}, {"sampled_digest": digest_ids(ids(1))},
-        {"attach": good.attach._replace(depth=1)}, {"attach": good.attach._replace(node=99)},
+        {"attach": replace(good.attach, depth=1)}, {"attach": replace(good.attach, node=99)},
     ):  # fmt: skip
         fields = {n: getattr(good, n) for n in CommittedCall.__slots__} | change
         with pytest.raises(RecordError):

@@ -334,7 +334,7 @@ class CallDriver:
             tools=conversation.tools,
             stop=conversation.stop_sequences,
         )
-        signed = (replace(p, signature=signature(live.call_id)) if isinstance(p, Thinking) else p for p in turn.parts)
+        signed = (Thinking(p.text, signature(live.call_id)) if isinstance(p, Thinking) else p for p in turn.parts)
         return replace(turn, parts=tuple(signed))
 
     def _count(self, live: LiveCall, turn: Turn, finish: Finish, delivered: bool) -> None:

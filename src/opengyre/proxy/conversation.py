@@ -9,20 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Text:
+
+class Text(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Thinking:
+class Thinking(msgspec.Struct, frozen=True, gc=False):
     text: str
     signature: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """``call_id`` is minted by the proxy and unique per session; ``arguments`` is the parsed value."""
 
     call_id: str
@@ -30,8 +29,7 @@ class ToolCall:
     arguments: Any
 
 
-@dataclass(frozen=True, slots=True)
-class ToolResult:
+class ToolResult(msgspec.Struct, frozen=True, gc=False):
     call_id: str
     text: str
     is_error: bool = False
@@ -40,8 +38,7 @@ class ToolResult:
 Part = Text | Thinking | ToolCall | ToolResult
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, gc=False):
     """``role`` is system, user, assistant or tool. A tool message has exactly one ToolResult part."""
 
     role: str

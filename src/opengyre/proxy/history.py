@@ -9,8 +9,9 @@ same place - so that its key, and with it the recorded tokens, are found again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from opengyre.proxy import keys
 from opengyre.proxy.conversation import Message, Part, Text, Thinking, ToolCall, ToolResult

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from opengyre.proxy.conversation import Message, Text, ToolCall
 from opengyre.record.call import feed, new_digest
@@ -37,7 +38,7 @@ SYSTEM_CHARS, ASKED_CHARS = 200, 400  # as CallMeta says
 JOINED = {("assistant", "assistant"), ("tool", "tool")}
 
 
-class Note(NamedTuple):
+class Note(msgspec.Struct, frozen=True, gc=False):
     """What later messages and the record need to know of the messages up to some point.
 
     ``calls`` are the call ids of the last assistant turn, as the harness names them; the heads are CallMeta's.
@@ -52,14 +53,14 @@ class Note(NamedTuple):
         """The note after ``message``, as the harness sent it."""
         match message.role:
             case "assistant":
-                return self._replace(calls=tuple(p.call_id for p in message.parts if isinstance(p, ToolCall)))
+                return replace(self, calls=tuple(p.call_id for p in message.parts if isinstance(p, ToolCall)))
             case "system" if self.system_head is None:
-                return self._replace(system_head=message.text[:SYSTEM_CHARS])
+                return replace(self, system_head=message.text[:SYSTEM_CHARS])
             case "user":
                 blocks = [p.text for p in message.parts if isinstance(p, Text)]
                 tail = blocks[-1][:ASKED_CHARS] if blocks else ""
                 head = tail if len(message.parts) == 1 else message.text[:ASKED_CHARS]  # one string for both, if it can
-                return self._replace(asked=head, asked_tail=tail)
+                return replace(self, asked=head, asked_tail=tail)
         return self
 
 

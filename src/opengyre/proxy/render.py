@@ -13,7 +13,6 @@ ends a turn with the next role's token (GLM), a sampled turn has that token alre
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from threading import Lock
 
 import msgspec
+import numpy as np
 from tokenizers import Tokenizer
 
 from opengyre.errors import ConfigError
@@ -35,6 +35,7 @@ from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.reply import Turn, mint_call_id
 from opengyre.proxy.template import ChatTemplate
 from opengyre.proxy.wording import CallNames, Wording
+from opengyre.record.types import Ids
 
 NO_BOUNDARY = -1  # an end inside a run that the template joins: nothing can be appended there
 CACHED_TOKENS = 1 << 21  # 8 MiB: the system prompts and tools of a run's harnesses, and their latest messages
@@ -174,7 +175,7 @@ class Renderer:
         before = self._wording.role_of(messages[-1].role, len(messages) == 1)
         return Rendered(ids + self._fixed(self._wording.generation(before, thinking)), ends)
 
-    def _unit(self, conversation: Conversation, i: int) -> tuple[Sequence[int], int]:
+    def _unit(self, conversation: Conversation, i: int) -> tuple[list[int], int]:
         """(ids, number of messages): one message, a fused run of tool results, or the head and what it swallows."""
         messages, thinking = conversation.messages, conversation.thinking
         if i == 0:
@@ -277,20 +278,21 @@ class _TokenCache:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._held = limit, 0
-        self._units: OrderedDict[bytes, tuple[array[int], int]] = OrderedDict()
+        self._units: OrderedDict[bytes, tuple[Ids, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: bytes) -> tuple[Sequence[int], int] | None:
+    def get(self, key: bytes) -> tuple[list[int], int] | None:
         with self._lock:
-            if (unit := self._units.get(key)) is not None:
-                self._units.move_to_end(key)
-            return unit
+            if (unit := self._units.get(key)) is None:
+                return None
+            self._units.move_to_end(key)
+        return unit[0].tolist(), unit[1]
 
-    def put(self, key: bytes, ids: list[int], n_messages: int) -> tuple[Sequence[int], int]:
-        unit = (array("i", ids), n_messages)
+    def put(self, key: bytes, ids: list[int], n_messages: int) -> tuple[list[int], int]:
+        unit = (np.asarray(ids, np.int32), n_messages)
         with self._lock:
             self._held += len(ids) - (len(old[0]) if (old := self._units.get(key)) else 0)
             self._units[key] = unit
             while self._held > self._limit and self._units:
                 self._held -= len(self._units.popitem(last=False)[1][0])
-        return unit
+        return ids, n_messages

@@ -1,4 +1,8 @@
-"""The values a trajectory tree is made of and gives out: attach points, calls, nodes, paths."""
+"""The values a trajectory tree is made of and gives out: attach points, calls, nodes, paths.
+
+What a tree keeps is ``gc=False``: it cannot be part of a cycle, and a run keeps millions of them, which Python's cycle
+collector would otherwise walk through again and again on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from opengyre.errors import RecordError
@@ -34,7 +39,7 @@ def digest_ids(*parts: Ids) -> bytes:
     return new_digest(*parts).digest()
 
 
-class Attach(NamedTuple):
+class Attach(msgspec.Struct, frozen=True, gc=False):
     """Where a request continues the tree; made by ``Tree.match``, ``Tree.extend`` and ``Tree.at`` only.
 
     ``offset`` of ``node``'s tokens are shared; ``n_messages`` of the request's messages are. ``via`` and ``depth`` name
@@ -93,8 +98,7 @@ class CommittedCall:
             raise RecordError("lacks the digest of what the engine saw and sampled", where=where)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class Node(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What one call added at one place. ``start`` is its depth: tokens from the root to its first token.
 
     A prompt node has one span, a reply node one per weights version and cell, the root none; ``ids`` are all its tokens
@@ -118,8 +122,7 @@ class Node:
         return len(self.ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CallRecord:
+class CallRecord(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A call as the tree remembers it. The prompt ends in ``prompt_node``, ``prompt_tokens`` below the root."""
 
     index: int

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -378,7 +378,7 @@ def _json(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:  # half a surrogate pair: some harnesses send it
-        return json.dumps(value, separators=(",", ":"), default=asdict)
+        return json.dumps(value, separators=(",", ":"), default=msgspec.structs.asdict)
 
 
 def _pack(raw: bytes) -> bytes:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from opengyre.errors import RecordError
 from opengyre.record.call import Attach, CallRecord, CommittedCall, Node, Piece, Rebuilt, digest_ids, feed, new_digest
@@ -42,7 +42,7 @@ class Tree:
         self._verify = verify
         self._lock = threading.Lock()
         self._nodes: list[Node] = [Node(ROOT, -1, 0, 0, np.empty(0, np.int32), (), -1)]
-        self._children: list[list[int]] = [[]]
+        self._children: list[tuple[int, ...]] = [()]
         self._hashes: list[hashlib.blake2b] = [new_digest()]  # hash state of the path to each node's end
         self._heads: dict[tuple[int, int, int], int] = {}  # (node, offset, first token) -> its prompt child: unique
         self._continued: set[int] = set()  # nodes with a child at their very end
@@ -196,9 +196,9 @@ class Tree:
         state = self._hash_at(parent, offset)
         feed(state, ids)
         self._nodes.append(node)
-        self._children.append([])
+        self._children.append(())
         self._hashes.append(state)
-        self._children[parent].append(node.id)
+        self._children[parent] += (node.id,)
         if offset == len(above):
             self._continued.add(parent)
         if not node.sampled:

@@ -8,9 +8,9 @@ nothing downstream can produce a trainable token any other way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,8 +38,7 @@ class Finish(StrEnum):
     ABORTED = "aborted"  # the harness went away
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class Span(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A run of tokens of one provenance.
 
     Args:
@@ -81,8 +80,7 @@ class Span:
         return len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class CallMeta:
+class CallMeta(msgspec.Struct, frozen=True, gc=False):
     """What is known of a model call besides its tokens. Times are seconds on the run's clock.
 
     ``dialect`` is ``messages``, ``chat`` or ``responses``; ``headers`` are the few request headers that role rules read
@@ -99,9 +97,9 @@ class CallMeta:
     cached_tokens: int = 0
     moves: int = 0  # how often the call went on at another cell
     fork_reason: str | None = None
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = {}
     tool_names: tuple[str, ...] = ()
     system_head: str = ""
     asked: str = ""
     asked_tail: str = ""
-    pins: dict[str, float] = field(default_factory=dict)
+    pins: dict[str, float] = {}
