@@ -11,6 +11,9 @@ from opengyre.paced.workload import paced_config
 from opengyre.run.inspect import replay
 from opengyre.run.preflight import prepare
 from opengyre.run.train import train
+from opengyre.simulate.cost import CostModel
+from opengyre.simulate.simulator import Simulator
+from opengyre.simulate.trace import UNLIMITED, Trace
 from opengyre.watch.events import read
 
 SMALL = {
@@ -36,6 +39,11 @@ def test_a_workload_is_played_by_real_harnesses(tmp_path: Path, policy: str) -> 
     assert len(done) == 12 and all(e["outcome"] in ("finished", "timed_out") for e in done)
     assert events[-1]["t"] > 3600  # hours of the modelled cluster
     if policy == "colocate":  # it cannot do without
-        assert any(e["kind"] == "switch" and e["ok"] for e in events)
+        switches = [e for e in events if e["kind"] == "switch" and e["ok"]]
+        assert switches and all(e["total_s"] >= CostModel().to_rollout_s for e in switches)  # in the cluster's seconds
     checked, differences = replay(run, None)
     assert checked.executions == 12 and not differences
+    trace = Trace(run)
+    assert trace.source.by_j_max() == {"1": 1.0, "5": 1.0, UNLIMITED: 1.0}  # this harness does not branch
+    outcome = Simulator(trace.workload(), trace.source, policy).run()
+    assert (outcome.steps, outcome.executions) == (2, 12)

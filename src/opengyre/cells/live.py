@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -263,16 +262,16 @@ class LiveCell:
 
     @contextlib.asynccontextmanager
     async def _phase(self, state: CellState, reason: str, switch: Switch, name: str) -> AsyncIterator[None]:
-        """Enter a state and do its work within its deadline, timed."""
+        """Enter a state and do its work within its deadline, timed on the run's clock."""
         self._to(state, reason)
-        began = time.monotonic()
+        began = self._machine.now
         try:
             async with asyncio.timeout(self._machine.patience_s):
                 yield
         except TimeoutError:
             raise CellError(f"{state} took longer than {self._machine.patience_s:g} s", where=self.name) from None
         finally:
-            switch.phases[name] = round(time.monotonic() - began, 4)
+            switch.phases[name] = round(self._machine.now - began, 4)
 
     def _to(self, state: CellState, reason: str) -> None:
         self._machine.to(state, reason)

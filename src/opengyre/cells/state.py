@@ -158,6 +158,11 @@ class CellMachine:
         return self._history[-1].state
 
     @property
+    def now(self) -> float:
+        """Seconds on the run's clock."""
+        return self._clock()
+
+    @property
     def since(self) -> float:
         """When it entered its state, seconds on the run's clock."""
         return self._history[-1].t
