@@ -10,7 +10,6 @@ role. A cell that dies loses its calls' KV and what it had not handed over; a co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -194,9 +193,10 @@ class Pool:
         for query_id in sim.assembler.take():
             query = sim.queries[query_id]
             sim.tally.trained(sim, query)
-            size = sim.workload.micro_step_tokens
-            parts = math.ceil(query.train_tokens / size)  # none of a group that trains nothing
-            step.claimable += [query.train_tokens / max(1, parts)] * parts
+            if not query.train_tokens:
+                continue  # a group that trains nothing
+            parts = max(1, round(query.train_tokens / sim.workload.micro_step_tokens))
+            step.claimable += [query.train_tokens / parts] * parts
             step.total += parts
         for cell in self.cells.values():
             self.claim(cell)

@@ -174,7 +174,7 @@ class Workload(_Table, frozen=True, kw_only=True):
 
     @property
     def micro_step_tokens(self) -> float:
-        """Token budget of a micro-step; the same for every J_max."""
+        """Tokens of a mean micro-step; the same for every J_max."""
         parts = self.training.micro_steps_per_group * self.run.queries_per_step
         return self.training.micro_step_tokens or self.step_tokens / self.j_share / parts
 
