@@ -174,6 +174,8 @@ class PacedConfig(_Table, frozen=True, kw_only=True):
     cost: dict[str, float] = {}  # values of the cost model (simulate/cost.py) instead of the workload's
     program: str | None = None  # "module:function" making the engine that says what is said; None: filler
     token_scale: float = 1.0  # tokens that the cost model is told of for each of ours
+    cell_mtbf_h: float = 0.0  # mean hours of the cluster between two losses of one cell; 0: none by chance
+    lost_at_h: dict[str, list[float]] = {}  # cell -> hours of the cluster since the start at which it is lost
 
 
 class RunConfig(_Table, frozen=True, kw_only=True):
@@ -252,6 +254,7 @@ _MINIMA: dict[str, float] = {
     "executions.max_calls": 1,
     "paced.speed": 0.0,
     "paced.token_scale": 1e-3,
+    "paced.cell_mtbf_h": 0.0,
     "eval.every": -1,
 }
 

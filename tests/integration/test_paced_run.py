@@ -14,6 +14,7 @@ from opengyre.run.train import train
 from opengyre.simulate.cost import CostModel
 from opengyre.simulate.simulator import Simulator
 from opengyre.simulate.trace import UNLIMITED, Trace
+from opengyre.simulate.workload import Drawn, load_workload
 from opengyre.watch.events import read
 
 SMALL = {
@@ -47,3 +48,20 @@ def test_a_workload_is_played_by_real_harnesses(tmp_path: Path, policy: str) -> 
     assert trace.source.by_j_max() == {"1": 1.0, "5": 1.0, UNLIMITED: 1.0}  # this harness does not branch
     outcome = Simulator(trace.workload(), trace.source, policy).run()
     assert (outcome.steps, outcome.executions) == (2, 12)
+
+
+def test_lost_cells_cost_a_run_nothing_but_time(tmp_path: Path) -> None:
+    """A satellite and the core are lost, under real harnesses: as many executions are trained, once each."""
+    run = tmp_path / "run"
+    losses = {"cluster.lost_at_h": {"satellite-1": [0.5], "core": [1.5, 3.0]}}
+    config = paced_config("qwen3.8-2.4t", "elastic", run, speed=3600.0, change=SMALL | losses)
+    train(prepare(config, run, resume=False), io.StringIO())
+    events = list(read(run / "events.jsonl"))
+    assert [(e["step"], e["executions"]) for e in events if e["kind"] == "step"] == [(1, 6), (2, 6)]
+    replaced = [e["text"] for e in events if e["kind"] == "note" and "is replaced" in e["text"]]
+    assert len(replaced) == 3 and all("lost" in text for text in replaced)
+    checked, differences = replay(run, None)
+    assert checked.executions == 12 and not differences
+    simulated = load_workload("qwen3.8-2.4t").change(**SMALL, **losses)
+    outcome = Simulator(simulated, Drawn(simulated), "elastic").run()
+    assert (outcome.failures, outcome.steps, outcome.executions) == (3, 2, 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from faulty_cells import run_without_waiting
 from opengyre.cluster.base import CellSpec
 from opengyre.config import PacedConfig, build
-from opengyre.errors import ConfigError, EngineError, TrainingError
-from opengyre.paced.cell import PacedCell
+from opengyre.errors import CellError, ConfigError, EngineError, TrainingError
+from opengyre.paced.cell import PacedCell, PacedCluster
 from opengyre.paced.engine import PacedEngine
 from opengyre.paced.pace import Pace, cost_model, pace_of
 from opengyre.paced.speech import Speech
@@ -23,6 +24,7 @@ from opengyre.rollout.program import ProgramEngine, Said
 from opengyre.rollout.tokens import TokenIds
 from opengyre.samples.types import to_wire
 from opengyre.simulate.cost import CostModel
+from opengyre.simulate.faults import moments
 from opengyre.simulate.workload import load_workload
 from policies import renderer
 from training_models import make_sample
@@ -177,6 +179,42 @@ def test_what_is_counted_twice_is_found_at_the_commit():
         await core.stop(0.0)
 
     played(play)
+
+
+def test_a_cell_is_lost_in_the_middle_of_its_work_and_back_after_its_restart():
+    async def play() -> None:
+        paced = {"speed": SPEED, "lost_at_h": {"core": [0.01, 0.0101, 0.2]}}
+        pace = Pace(SPEED, asyncio.get_running_loop().time)
+        cluster = PacedCluster(build({"paced": paced}), pace, COST, Speech(renderer(), None))
+        spec = CellSpec("core", True, "run", {}, "")
+        first = await cluster.start(spec, lambda op, args: None)
+        with pytest.raises(CellError, match="ended during publish"):
+            while True:
+                await first.call("publish", key="w")
+        assert pace.now() == pytest.approx(36.0, abs=0.1)
+        assert "lost" in await first.wait()
+        with pytest.raises(CellError, match="is gone"):
+            await first.call("load")
+        second = await cluster.start(spec, lambda op, args: None)
+        assert pace.now() == pytest.approx(36.0 + COST.restart_s, abs=0.1)  # the loss meanwhile hit nobody
+        assert (await second.call("load"))["running"] == 0
+        await second.wait()
+        assert pace.now() == pytest.approx(720.0, abs=0.1)
+        await cluster.close()
+        with pytest.raises(ConfigError, match="satellite-7"):
+            PacedCluster(build({"paced": {"lost_at_h": {"satellite-7": [1.0]}}}), pace, COST, Speech(renderer(), None))
+
+    played(play)
+
+
+def test_losses_are_at_the_same_moments_whatever_else_happens():
+    chance = list(itertools.islice(moments("core", 2.0, {}, 0), 1000))
+    assert chance == sorted(chance) and chance[-1] / 1000 == pytest.approx(7200, rel=0.1)
+    assert chance[:5] != list(itertools.islice(moments("satellite-1", 2.0, {}, 0), 5))
+    both = moments("core", 2.0, {"core": [0.5, 0.25]}, 0)
+    first = [m for m in itertools.islice(both, 10) if m in (900.0, 1800.0)]
+    assert first == [900.0, 1800.0]
+    assert list(moments("core", 0.0, {"core": [1.0]}, 0)) == [3600.0]
 
 
 def test_executions_are_those_that_the_simulator_draws(tmp_path):

@@ -120,6 +120,11 @@ def test_failures_cost_time_and_nothing_else() -> None:
     assert broken.failures > 0
     assert broken.steps == whole.steps
     assert broken.hours > whole.hours
+    lost = run(small(**{"cluster.lost_at_h": {"satellite-1": [0.05], "core": [0.1]}}), "elastic")
+    assert (lost.failures, lost.steps) == (2, whole.steps)
+    assert lost.hours > whole.hours
+    with pytest.raises(ConfigError, match=r"cluster\.lost_at_h"):
+        run(small(**{"cluster.lost_at_h": {"core": [-1.0]}}), "elastic")
 
 
 class NeverBack:

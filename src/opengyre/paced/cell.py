@@ -6,12 +6,16 @@
 They answer the calls of ``cells/worker.py`` and live in the conductor's own process: nothing is computed, so nothing
 needs a process. A gradient sum is a list of what went into it, so the ledger's promise can be checked at every commit.
 Calls are answered one after the other, as one thread would.
+
+A cell may be lost, by chance or at given hours (``simulate/faults.py``): its calls and its sum are gone, and the next
+one is there after ``restart_s``. All that follows from it is the conductor's own doing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,12 @@ from opengyre.paced.pace import Pace
 from opengyre.paced.speech import Speech
 from opengyre.rollout.base import GenerateRequest, TokenChunk
 from opengyre.rollout.tokens import from_wire
+from opengyre.run.parts import cell_names
 from opengyre.samples.build import unique_tokens
 from opengyre.samples.types import Sample
 from opengyre.samples.types import from_wire as sample_from_wire
 from opengyre.simulate.cost import CostModel
+from opengyre.simulate.faults import check_lost_at, moments
 from opengyre.training.base import MicroStats, StepStats
 
 STATE_FILE = "state.json"  # what makes a checkpoint whole (training/folders.py)
@@ -42,10 +48,20 @@ class PacedCluster:
         self._config, self._pace, self._cost, self._speech = config, pace, cost, speech
         self._sums: dict[str, list[str]] = {}  # handed over, by key
         self._cells: list[PacedCell] = []
+        check_lost_at(config.paced.lost_at_h, dict(cell_names(config)), "paced.lost_at_h")
+        self._began = pace.now()
+        self._losses: dict[str, Iterator[float]] = {}
 
     async def start(self, spec: CellSpec, on_event: EventHandler) -> PacedCell:
-        """Start a cell; it has no weights yet."""
+        """Start a cell; it has no weights yet. One that was lost is back after ``restart_s``."""
+        if spec.name in self._losses:
+            await self._pace.sleep(self._cost.restart_s)
+        else:
+            paced = self._config.paced
+            self._losses[spec.name] = moments(spec.name, paced.cell_mtbf_h, paced.lost_at_h, self._config.seed)
         cell = PacedCell(spec, on_event, self._config, self._pace, self._cost, self._speech, self._sums)
+        now = self._pace.now() - self._began
+        cell.lose_at(next((self._began + moment for moment in self._losses[spec.name] if moment > now), None))
         self._cells.append(cell)
         return cell
 
@@ -74,19 +90,47 @@ class PacedCell:
         self._rate = config.train.learning_rate
         self._engine = PacedEngine(pace, cost, speech, token_scale=self._scale, send=self._send)
         self._version, self._sum = 0, list[str]()
-        self._ended = asyncio.Event()
+        self._started = pace.now()
+        self._why = "stopped"
+        self._end = asyncio.Event()
+        self._ended = asyncio.create_task(self._end.wait(), name=f"{self.name} ends")
+        self._loss: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self._submitting: set[asyncio.Task[None]] = set()
 
+    def lose_at(self, moment: float | None) -> None:
+        """Have the cell end at a modelled moment, whatever it is doing; None: it lasts."""
+        if moment is not None:
+            self._loss = asyncio.create_task(self._lose(moment), name=f"{self.name} loss")
+
+    async def _lose(self, moment: float) -> None:
+        await self._pace.until(moment)
+        self._why = f"lost after {self._pace.now() - self._started:.0f} s, as told"
+        self._engine.close()
+        self._end.set()
+
     async def call(self, op: str, *, timeout_s: float | None = None, **args: Any) -> Any:
-        """Answer a call in modelled time; ``timeout_s`` never comes, for a model does not hang. Raises CellError."""
+        """Answer a call in modelled time; ``timeout_s`` never comes, for a model does not hang. Raises CellError when
+        the cell is gone, or ends meanwhile."""
+        answer = asyncio.create_task(self._answer(op, args))
+        try:
+            await asyncio.wait({answer, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise CellError(f"ended during {op}", where=self.name)
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def _answer(self, op: str, args: dict[str, Any]) -> Any:
         async with self._turn:
-            if self._ended.is_set():
+            if self._end.is_set():
                 raise CellError(f"is gone; cannot {op}", where=self.name)
             return await getattr(self, f"_{op}")(**args)
 
     def notify(self, op: str, **args: Any) -> None:
         """Take a call for the engine, or its end."""
+        if self._end.is_set():
+            return
         if op == "submit":
             request = msgspec.convert(args["request"], GenerateRequest, dec_hook=from_wire, builtin_types=(bytes,))
             task = asyncio.create_task(self._submit(request))
@@ -97,13 +141,16 @@ class PacedCell:
 
     async def wait(self) -> str:
         """Return when the cell was stopped."""
-        await self._ended.wait()
-        return "stopped"
+        await self._end.wait()
+        return self._why
 
     async def stop(self, grace_s: float) -> None:
         """End it."""
+        if self._loss is not None:
+            self._loss.cancel()
         self._engine.close()
-        self._ended.set()
+        self._end.set()
+        await self._ended
 
     async def _submit(self, request: GenerateRequest) -> None:
         try:

@@ -138,7 +138,13 @@ def paced_config(
         "harness": {"kind": "paced", "options": options},
         "model": {"path": "quickstart"},
         "sandbox": {"kind": "local"},
-        "paced": {"speed": speed, "cost": msgspec.to_builtins(w.cost), "token_scale": token_scale},
+        "paced": {
+            "speed": speed,
+            "cost": msgspec.to_builtins(w.cost),
+            "token_scale": token_scale,
+            "cell_mtbf_h": w.cluster.cell_mtbf_h,
+            "lost_at_h": w.cluster.lost_at_h,
+        },
         "eval": {"every": -1},
         "watch": {"live": "off"},
     }

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from opengyre.cells.policies.base import Action
 from opengyre.cells.state import CellState
 from opengyre.run.parts import cell_names
+from opengyre.simulate.faults import check_lost_at, moments
 from opengyre.simulate.script import Execution
 from opengyre.simulate.serving import Engine
 
@@ -68,6 +69,9 @@ class Pool:
         names = cell_names(sim.config)
         self.cells = {n: Cell(n, core, Engine(sim.cost, sim.config.cells.slots)) for n, core in names}
         self.core = next(c for c in self.cells.values() if c.core)
+        cluster = sim.workload.cluster
+        check_lost_at(cluster.lost_at_h, self.cells, "cluster.lost_at_h")
+        self._failures = {n: moments(n, cluster.cell_mtbf_h, cluster.lost_at_h, sim.seed) for n in self.cells}
         self.engines = {id(c.engine): c for c in self.cells.values()}
         self.serving = 0
         self.step = Step()
@@ -275,12 +279,15 @@ class Pool:
     # --- failures
 
     def _next_failure(self, cell: Cell) -> None:
-        hours = self.sim.workload.cluster.cell_mtbf_h
-        if hours:
-            self.sim.at(self.sim.random.expovariate(1 / (hours * 3600)), self._fail, cell)
+        moment = next(self._failures[cell.name], None)
+        if moment is not None:
+            self.sim.at(moment - self.sim.now, self._fail, cell)
 
     def _fail(self, cell: Cell) -> None:
         sim = self.sim
+        if cell.state is _C.DEAD:  # it is being replaced
+            self._next_failure(cell)
+            return
         cell.life += 1
         sim.tally.failures += 1
         was = cell.state

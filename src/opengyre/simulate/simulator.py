@@ -14,7 +14,6 @@ micro-step is claimed (the core trains, or the policy brings it back), and a run
 from __future__ import annotations
 
 import heapq
-import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +64,7 @@ class Simulator:
         self.cost = workload.cost
         self.now = 0.0
         self.recorder = recorder
-        self.random = random.Random(seed)
+        self.seed = seed
         run = workload.run
         self.assembler = Assembler(run.queries_per_step, run.max_staleness, steps=run.steps)
         self.queue: deque[Execution] = deque()

@@ -37,6 +37,7 @@ class Cluster(_Table, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     slots: int = 16
     cell_mtbf_h: float = 0.0  # mean hours between failures of one cell; 0: never
+    lost_at_h: dict[str, list[float]] = {}  # cell -> hours since the start at which it is lost besides
 
 
 class Run(_Table, frozen=True, kw_only=True):
