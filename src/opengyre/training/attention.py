@@ -5,9 +5,8 @@ mask over the whole packed row would compute all N^2 pairs. Registered as ``ATTE
 argument of the forward call, so nothing here is global and no model file is touched.
 
 Three ways to the same numbers. Anywhere: torch's attention on concatenated keys, with a mask for blocks of queries. On
-a CPU: torch's flash kernel on each stretch of keys where it lies, partial results merged by their log-sum-exp. That
-needs no mask and no concatenation and computes only half of the own stretch: 1.2 times the speed of a whole micro-step.
-On a GPU: FlexAttention, one kernel for the whole row (``flex.py``).
+a CPU: torch's flash kernel on blocks of the row, siblings asking about their prefix together (``flash.py``). On a GPU:
+FlexAttention, one kernel for the whole row (``flex.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opengyre.errors import TrainingError
+from opengyre.training.flash import FlashTree, blocks
 from opengyre.training.flex import flex_tree
 from opengyre.training.pack import Chain
 
 ATTENTION = "opengyre_tree"
 FLASH_DEVICES, FLEX_DEVICES = ("cpu",), ("cuda",)
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # what torch's own attention calls on a CPU
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 QUERY_BLOCK = 512  # queries per masked block: wastes at most half a block of keys a query, keeps masks small
 
 
@@ -39,14 +37,6 @@ class Memory(Protocol):
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep a window's own keys and values; returns those before it, shapes (1, H_kv, origin, D)."""
         ...
-
-
-class Stretch(NamedTuple):
-    """Keys that a chain's queries see: rows of the window, or of the memory before it."""
-
-    rows: slice
-    remembered: bool
-    causal: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +51,7 @@ class TreePlan:
     index: dict[int, int]  # start of a chain -> its index
     origin: int = 0
     memory: Memory | None = None
-    made: dict[str, Any] = field(
-        default_factory=dict, compare=False
-    )  # what a kernel makes of the plan, once for all layers
+    made: dict[str, Any] = field(default_factory=dict, compare=False)  # by a kernel of this plan, once for all layers
 
     @classmethod
     def of(cls, chains: tuple[Chain, ...], origin: int = 0, memory: Memory | None = None) -> TreePlan:
@@ -74,23 +62,6 @@ class TreePlan:
     def asking(self) -> tuple[Chain, ...]:
         """The chains whose queries are computed."""
         return tuple(chain for chain in self.chains if chain.own[0] >= self.origin)
-
-    def work(self) -> Iterator[tuple[slice, list[Stretch]]]:
-        """Each chain's queries, and the stretches of keys they see: the last one, their own, causally."""
-        for chain in self.asking:
-            runs = list[tuple[int, int]]()
-            for start, length in chain.before:
-                if runs and runs[-1][1] == start != self.origin:
-                    runs[-1] = (runs[-1][0], start + length)
-                else:
-                    runs.append((start, start + length))
-            own = slice(chain.own[0] - self.origin, sum(chain.own) - self.origin)
-            yield own, [*(self._stretch(a, b) for a, b in runs), Stretch(own, False, True)]
-
-    def _stretch(self, first: int, last: int) -> Stretch:
-        remembered = first < self.origin
-        shift = 0 if remembered else self.origin
-        return Stretch(slice(first - shift, last - shift), remembered, False)
 
 
 def tree_attention(
@@ -122,10 +93,12 @@ def tree_attention(
     if query.device.type in FLEX_DEVICES and sliding_window is None:
         keys, values = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
         return flex_tree(query, keys, values, tree.chains, tree.origin, scaling, tree.made).transpose(1, 2), None
-    key, value = _repeat(key, groups), _repeat(value, groups)
     if query.device.type in FLASH_DEVICES and sliding_window is None and query.shape[-1] == value.shape[-1]:
-        flash: Tensor = _FlashTree.apply(query, key, value, *past, tree, scaling)  # type: ignore[no-untyped-call]
-        return flash.transpose(1, 2), None
+        if "flash" not in tree.made:
+            tree.made["flash"] = blocks(tree.chains, tree.origin)
+        flash: Tensor = FlashTree.apply(query, key, value, *past, tree.made["flash"], scaling)  # type: ignore[no-untyped-call]
+        return flash, None
+    key, value = _repeat(key, groups), _repeat(value, groups)
     lengths = [chain.own[1] for chain in tree.chains]
     n_past = len(tree.chains) - len(tree.asking)
     queries = torch.split(query, lengths[n_past:], dim=2)  # one backward for all chains
@@ -145,81 +118,6 @@ def tree_attention(
 def _repeat(x: Tensor, groups: int) -> Tensor:
     """One key head per query head."""
     return x.repeat_interleave(groups, dim=1) if groups > 1 else x
-
-
-class _FlashTree(torch.autograd.Function):
-    """Attention of every chain to every stretch, with the CPU flash kernel of torch.
-
-    The softmax over all a query sees is the stretches' softmaxes weighted by exp(lse_i - lse) (Milakov and Gimelshein,
-    arXiv 1805.02867). The kernel's backward needs of the whole only its output and its log-sum-exp, so each stretch's
-    gradient is its own call (as in ring attention: Liu et al., arXiv 2310.01889). Remembered keys and values have their
-    own number of heads and are repeated a stretch at a time: there may be many more of them than queries.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        past_key: Tensor,
-        past_value: Tensor,
-        tree: TreePlan,
-        scale: float | None,
-    ) -> Tensor:
-        outputs, sums = list[Tensor](), list[Tensor]()
-        for own, stretches in tree.work():
-            q, out, lse = query[:, :, own], None, None
-            for seen in stretches:
-                k, v = _seen(seen, key, value, past_key, past_value)
-                part, part_lse = _FLASH(q, k, v, 0.0, seen.causal, scale=scale)
-                if out is None or lse is None:
-                    out, lse = part, part_lse
-                    continue
-                merged = torch.logaddexp(lse, part_lse)
-                out = out * (lse - merged).exp().unsqueeze(-1) + part * (part_lse - merged).exp().unsqueeze(-1)
-                lse = merged
-            assert out is not None and lse is not None
-            outputs.append(out.to(query.dtype))  # 16-bit parts were merged in the float32 of their log-sum-exp
-            sums.append(lse)
-        ctx.save_for_backward(query, key, value, past_key, past_value, *outputs, *sums)
-        ctx.tree, ctx.scale = tree, scale
-        return torch.cat(outputs, dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, past_key, past_value, *saved = ctx.saved_tensors
-        outputs, sums = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        to_query, to_key, to_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        to_past_key, to_past_value = torch.zeros_like(past_key), torch.zeros_like(past_value)
-        for (own, stretches), out, lse in zip(ctx.tree.work(), outputs, sums, strict=True):
-            g, q = grad[:, :, own], query[:, :, own]
-            for seen in reversed(stretches):
-                k, v = _seen(seen, key, value, past_key, past_value)
-                dq, dk, dv = _FLASH_BACKWARD(g, q, k, v, out, lse, 0.0, seen.causal, scale=ctx.scale)
-                if seen.causal:  # a chain's own stretch comes first, and before any chain behind it adds to it
-                    to_query[:, :, own], to_key[:, :, own], to_value[:, :, own] = dq, dk, dv
-                    continue
-                to_query[:, :, own] += dq
-                if seen.remembered:
-                    to_past_key[:, :, seen.rows] += _gathered(dk, past_key.shape[1])
-                    to_past_value[:, :, seen.rows] += _gathered(dv, past_key.shape[1])
-                else:
-                    to_key[:, :, seen.rows] += dk
-                    to_value[:, :, seen.rows] += dv
-        return to_query, to_key, to_value, to_past_key, to_past_value, None, None
-
-
-def _seen(seen: Stretch, key: Tensor, value: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor]:
-    if not seen.remembered:
-        return key[:, :, seen.rows], value[:, :, seen.rows]
-    groups = key.shape[1] // past_key.shape[1]
-    return _repeat(past_key[:, :, seen.rows], groups), _repeat(past_value[:, :, seen.rows], groups)
-
-
-def _gathered(x: Tensor, heads: int) -> Tensor:
-    """What ``_repeat`` does, backwards."""
-    return x if x.shape[1] == heads else x.view(x.shape[0], heads, -1, *x.shape[2:]).sum(dim=2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
