@@ -25,7 +25,9 @@ class Soak:
     def __init__(self, pipe: Connection, told: argparse.Namespace) -> None:
         self.pipe, self.told, self.words = pipe, told, Words()
         self.errors, self.calls, self.finished = list[str](), 0, 0
-        self.lag, self.memory = list[float](), list[int]()
+        self.lag, self.busy, self.walks = list[float](), list[float](), list[float]()
+        self.memory = list[int]()
+        self.tracked = 0
         self.began = time.perf_counter()
 
     def ask(self, *question: object):
@@ -42,14 +44,19 @@ class Soak:
                 self.calls += 1
         except (RuntimeError, aiohttp.ClientError) as error:
             self.errors.append(f"{name}: {error}")
+        if not self.finished:
+            self.tracked = self.ask("tracked")
         self.memory.append(self.ask("end", [name]))
         self.finished += 1
         if self.finished % max(1, self.told.sessions // EVERY) == 0:
             self.report()
 
     def report(self) -> None:
-        fresh = self.ask("spent").lag
+        spent, self.tracked = self.ask("spent"), max(self.tracked, self.ask("tracked"))
+        fresh = spent.lag
         self.lag += fresh
+        self.busy += spent.busy
+        self.walks += spent.walks
         print(
             f"{self.finished:6} executions  {self.calls / (time.perf_counter() - self.began):7.0f} calls/s  "
             f"loop lag p50 {1000 * percentile(fresh, 50):6.1f}  p99 {1000 * percentile(fresh, 99):6.1f}  "
@@ -84,6 +91,12 @@ def main() -> None:
         f"loop lag             p50 {1000 * percentile(soak.lag, 50):.1f} ms, p99 {1000 * percentile(soak.lag, 99):.1f} "
         f"ms, max {1000 * max(soak.lag):.1f} ms"
     )
+    print(
+        f"loop's CPU time      till a timer of 10 ms is heard: p50 {1000 * percentile(soak.busy, 50):.1f} ms, "
+        f"p99 {1000 * percentile(soak.busy, 99):.1f} ms, max {1000 * max(soak.busy):.1f} ms"
+    )
+    walks = f"{len(soak.walks)} full ones, the longest {1000 * max(soak.walks, default=0):.1f} ms"
+    print(f"cycle collector      {walks}; {soak.tracked:,} objects known to it at most, those of the program left out")
     print(f"memory at the end    {soak.memory[-1] / early:.2f} x that after the first {min(100, len(soak.memory))}")
 
 

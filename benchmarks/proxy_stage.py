@@ -34,6 +34,7 @@ from opengyre.config import SamplingConfig
 from opengyre.proxy import app as door
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
+from opengyre.proxy.heap import settle
 from opengyre.proxy.lines import Lines
 from opengyre.proxy.render import Renderer
 from opengyre.proxy.router import Router
@@ -154,15 +155,26 @@ class InstantEngine:
 
 @dataclass
 class Spent:
-    """Seconds of each call by what they went to, and how late the loop was."""
+    """Seconds of each call by what they went to, how late the loop was, and what the cycle collector took at once."""
 
     matching: list[float] = field(default_factory=list)
     recording: list[float] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)  # the loop's CPU time until a timer of 10 ms was heard
+    walks: list[float] = field(default_factory=list)  # of the cycle collector through its oldest generation
+    _began: float = 0.0
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        """A callback of the cycle collector."""
+        if phase == "start":
+            self._began = time.perf_counter()
+        elif info["generation"] == 2:
+            self.walks.append(time.perf_counter() - self._began)
 
 
 def our_proxy(pipe: Connection, engine_url: str | None, executions: list[str], folder: str) -> None:
-    """Serve. On the pipe: ``open`` and ``end`` executions, time ``spent``, unique ``tokens``, bytes ``stored``."""
+    """Serve. On the pipe: ``open`` and ``end`` executions, time ``spent``, objects ``tracked`` by the cycle collector,
+    unique ``tokens``, bytes ``stored``."""
     words, spent = Words(), Spent()
     _instrument(spent)
 
@@ -190,7 +202,9 @@ def our_proxy(pipe: Connection, engine_url: str | None, executions: list[str], f
                     pipe.send(_rss())
                 case ("spent",):
                     pipe.send(spent)
-                    spent.matching, spent.recording, spent.lag = [], [], []
+                    spent.matching, spent.recording, spent.lag, spent.busy, spent.walks = [], [], [], [], []
+                case ("tracked",):
+                    pipe.send(len(gc.get_objects()))
                 case ("tokens", name):
                     pipe.send(sessions.get(name).tree.unique_tokens)
                 case ("stored",):
@@ -200,11 +214,13 @@ def our_proxy(pipe: Connection, engine_url: str | None, executions: list[str], f
         loop.add_reader(pipe.fileno(), ask)
         pipe.send({n: sessions.open(n, pins=SamplingConfig(), meta={}) for n in executions})
         while True:
-            due = loop.time() + 0.01
+            due, used = loop.time() + 0.01, time.thread_time()
             await asyncio.sleep(0.01)
             spent.lag.append(loop.time() - due)
+            spent.busy.append(time.thread_time() - used)
 
-    gc.freeze()
+    settle()  # as opengyre does when it serves
+    gc.callbacks.append(spent.collected)
     asyncio.run(serve())
 
 

@@ -110,6 +110,30 @@ def test_an_undelivered_turn_is_not_taken_for_the_delivered_one():
     assert read(history, USER, Message("assistant", (Text("Done."),))).messages[1] == kept
 
 
+def test_of_turns_in_one_place_the_first_that_was_seen_stays():
+    history = History()
+    lost, kept, other = (Message("assistant", (Thinking(t, f"gyre_{t}"), Text("Done."))) for t in ("a", "b", "c"))
+    plain = Message("assistant", (Text("Done."),))
+    key = read(history, USER).keys[-1]
+    history.remember(key, lost, delivered=False)
+    history.remember(key, kept, delivered=True)
+    assert history.epoch == 1 and read(history, USER, plain).messages[1] == kept
+    history.remember(key, other, delivered=True)
+    assert history.epoch == 1 and read(history, USER, plain).messages[1] == kept
+    assert [read(history, USER, said).messages[1] for said in (lost, kept, other)] == [lost, kept, other]
+
+
+@pytest.mark.parametrize("back", [Text("Done."), Thinking("", "gyre_a")], ids=["by its place", "by its id"])
+def test_a_turn_that_came_back_was_seen_though_it_was_not_delivered(back):
+    history = History()
+    lost, other = (Message("assistant", (Thinking(t, f"gyre_{t}"), Text("Done."))) for t in ("a", "b"))
+    key = read(history, USER).keys[-1]
+    history.remember(key, lost, delivered=False)
+    read(history, USER, Message("assistant", tuple({back, Text("Done.")})))
+    history.remember(key, other, delivered=True)
+    assert history.epoch == 0 and read(history, USER, Message("assistant", (Text("Done."),))).messages[1] == lost
+
+
 def sent(step: dict) -> Message:
     """A turn as it was given to the client: tool inputs in their raw form."""
     content = [

@@ -143,12 +143,23 @@ def test_an_undelivered_reply_the_harness_continues_was_seen_after_all():
     assert talk.tree.trainable(first)
 
 
-def test_a_resampled_reply_of_equal_meaning_the_latest_delivered_wins():
+@pytest.mark.parametrize("before", [{}, {"delivered": False}, {"usable": False}])
+def test_of_replies_of_equal_meaning_the_first_that_counts_has_the_key_the_others_are_found_by_their_call(before):
+    talk, key = Talk(), chain([SYSTEM, (500,)])[-1]
+    nodes = [talk.say([SYSTEM], (500,), **about)[1] for about in (before, {}, {}, {"delivered": False})]
+    first = 1 if before else 0
+    assert talk.tree.match([key]).node == nodes[first] and talk.tree.moved == first
+    found = [talk.tree.match([talk.tree.own(key, [f"call-000{i}"])]).node for i in range(4)]
+    assert found == nodes
+    assert talk.tree.own(key, ["call-0009"]) == key
+
+
+def test_a_reply_that_goes_on_keeps_its_key_though_it_was_not_delivered():
     talk = Talk()
+    _, first = talk.say([SYSTEM], (500,), delivered=False)
+    talk.say([SYSTEM, (500,), TOOL], (501,))
     talk.say([SYSTEM], (500,))
-    _, second = talk.say([SYSTEM], (500,))
-    talk.say([SYSTEM], (500,), delivered=False)
-    assert talk.tree.match(chain([SYSTEM, (500,)])).node == second
+    assert talk.tree.match(chain([SYSTEM, (500,)])).node == first and not talk.tree.moved
 
 
 def test_P28_ids_take_no_part_equal_meaning_is_one_node():

@@ -29,7 +29,7 @@ from opengyre.proxy import keys
 from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolResult
 from opengyre.proxy.lines import skeleton
 from opengyre.proxy.render import Renderer
-from opengyre.proxy.reply import Reply, Turn, signature
+from opengyre.proxy.reply import Reply, Turn, mint_for, signature
 from opengyre.proxy.request import Prepared
 from opengyre.proxy.router import Lease, Router
 from opengyre.proxy.sampled import Sampled
@@ -333,6 +333,7 @@ class CallDriver:
             after=conversation.messages[-1].role,
             tools=conversation.tools,
             stop=conversation.stop_sequences,
+            mint=mint_for(live.call_id),
         )
         signed = (Thinking(p.text, signature(live.call_id)) if isinstance(p, Thinking) else p for p in turn.parts)
         return replace(turn, parts=tuple(signed))

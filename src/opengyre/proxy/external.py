@@ -224,8 +224,7 @@ class External:
     def _open(self, execution_id: str, pins: SamplingConfig, meta: Mapping[str, Any], tree: Tree) -> None:
         self._sessions.open(execution_id, pins=pins, meta=meta)
         session = self._sessions.get(execution_id)
-        session.tree, session.started = tree, len(tree.calls())
-        session.counters.calls = session.started
+        session.resume(tree)
         digest = hmac.new(self._admin_key.encode(), execution_id.encode(), hashlib.sha256)
         session.key = f"gyre-{digest.hexdigest()[:40]}"
 

@@ -3,12 +3,13 @@
 A harness parses a tool call and writes it again: key order, number forms, defaults, trimmed lines, even the tool's name
 change. Reasoning may be dropped or trimmed. Parallel results come in completion order. Reading a request puts the
 original turn back wherever it can be recognised - by a call id or signature we minted, else by saying the same at the
-same place - so that its key, and with it the recorded tokens, are found again.
+same place - so that its key, and with it the recorded tokens, are found again. Where several conversations of one
+execution were told the same, the ids decide whose turn it is; without them it is the first one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -16,6 +17,8 @@ from msgspec.structs import replace
 from opengyre.proxy import keys
 from opengyre.proxy.conversation import Message, Part, Text, Thinking, ToolCall, ToolResult
 from opengyre.proxy.lines import Note
+from opengyre.proxy.reply import stem
+from opengyre.record.tree import Tree
 
 
 class Read(NamedTuple):
@@ -30,27 +33,38 @@ class History:
     """The turns of one session. Grows with what was sampled, and by a digest per turn that somebody else wrote.
 
     ``epoch`` rises whenever a turn that was read before would be read in another way now.
+
+    Args:
+        tree: of the session; it knows which replies share a key.
     """
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    def __init__(self, tree: Tree | None = None) -> None:
+        self._tree = tree or Tree()
+        self._epoch = 0
         self._by_id: dict[str, Message] = {}  # call ids and signatures
         self._by_place: dict[bytes, Message] = {}  # digest of (key before, visible meaning)
+        self._unseen: set[bytes] = set()  # places whose turn was not delivered, and never came back
         self._strange: set[bytes | str] = set()  # ids and places that were asked for and not known
+
+    @property
+    def epoch(self) -> int:
+        """Changes only by rising."""
+        return self._epoch + self._tree.moved
 
     def remember(self, key: bytes, turn: Message, *, delivered: bool) -> None:
         """Keep an assistant ``turn`` that follows the message with ``key``."""
         names = [name for part in turn.parts for name in _ids(part)]
         # An id that is known already is not ours alone: what was read by it would be read as this turn now.
-        self.epoch += not self._by_id.keys().isdisjoint(names)
+        self._epoch += not self._by_id.keys().isdisjoint(names)
         self._by_id.update((name, turn) for name in names)
         known: list[bytes | str] = [*names]
         place = keys.extend(key, _visible(turn))
-        if delivered or place not in self._by_place:
-            self.epoch += place in self._by_place
+        if place not in self._by_place or place in self._unseen:  # the first that was seen stays
+            self._epoch += place in self._by_place
             self._by_place[place] = turn
+            (self._unseen.discard if delivered else self._unseen.add)(place)
             known.append(place)
-        self.epoch += not self._strange.isdisjoint(known)
+        self._epoch += not self._strange.isdisjoint(known)
 
     def read(self, messages: Sequence[Message], key: bytes, note: Note) -> Read:
         """Restore originals, put tool results in call order, and key every message.
@@ -62,8 +76,10 @@ class History:
         for message in _in_call_order(messages, note.calls):
             note = note.after(message)  # call ids as the harness names them: its results refer to these
             if message.role == "assistant":
-                message = self._restore(key, message)
-            key = keys.extend(key, message, note.calls)
+                stems, message = _stems(message), self._restore(key, message)
+                key = self._tree.own(keys.extend(key, message, note.calls), stems)
+            else:
+                key = keys.extend(key, message, note.calls)
             read.messages.append(message)
             read.keys.append(key)
             read.notes.append(note)
@@ -75,12 +91,15 @@ class History:
         self._strange.update(name for name in names if name not in self._by_id)
         for _, turn in known:
             if _says_the_same(message, turn):
+                if self._unseen:
+                    self._unseen.discard(keys.extend(key, _visible(turn)))
                 return turn
         if not known:
             place = keys.extend(key, _visible(message))
             turn = self._by_place.get(place, message)
             if turn is message:
                 self._strange.add(place)
+            self._unseen.discard(place)
             return turn
         originals = {p.call_id: p for _, turn in known for p in turn.parts if isinstance(p, ToolCall)}
         parts = [originals.get(p.call_id, p) if isinstance(p, ToolCall) else p for p in message.parts]
@@ -94,6 +113,10 @@ def _ids(part: Part) -> list[str]:
         case Thinking(_, signature) if signature:
             return [signature]
     return []
+
+
+def _stems(message: Message) -> Iterator[str]:
+    return (found for part in message.parts for name in _ids(part) if (found := stem(name)))
 
 
 def _visible(turn: Message) -> Message:

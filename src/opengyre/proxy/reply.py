@@ -6,16 +6,34 @@ do something the policy never said.
 
 from __future__ import annotations
 
+import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from opengyre.proxy.conversation import Message, Part, ToolCall
+from opengyre.record.call import STEM
 from opengyre.record.types import Finish
+
+_MINTED = re.compile(rf"(?:toolu|gyre)_([0-9a-f]{{{STEM}}})[0-9a-f]+")
 
 
 def mint_call_id() -> str:
     """A fresh tool-call id: a repeated one in a session destroys the turn in some clients."""
     return f"toolu_{uuid.uuid4().hex[:24]}"
+
+
+def mint_for(call_id: str) -> Callable[[], str]:
+    """Mints the tool-call ids of one model call, in order: they name it (``stem``), also after a restart."""
+    numbers = count()
+    return lambda: f"toolu_{call_id[:STEM]}{next(numbers):04x}"
+
+
+def stem(minted: str) -> str | None:
+    """How the call's id begins that minted a tool-call id or signature; None if it is not ours."""
+    match = _MINTED.fullmatch(minted)
+    return match[1] if match else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,12 +104,20 @@ class Session:
     max_calls: int
     held: HoldClock
     tree: Tree = field(default_factory=Tree)
-    history: History = field(default_factory=History)
+    history: History = field(init=False)
     counters: Counters = field(default_factory=Counters)
     state: State = State.OPEN
     started: int = 0  # calls let in
     live: dict[bytes, LiveCall] = field(default_factory=dict)
     lost: dict[bytes, LiveCall] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.history = History(self.tree)
+
+    def resume(self, tree: Tree) -> None:
+        """Go on with a recorded tree."""
+        self.tree, self.history = tree, History(tree)
+        self.started = self.counters.calls = len(tree.calls())
 
     @property
     def closed(self) -> bool:

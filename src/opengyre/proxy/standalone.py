@@ -33,6 +33,7 @@ from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
 from opengyre.proxy.embedded import Embedded
 from opengyre.proxy.external import External, ProxyStore
+from opengyre.proxy.heap import settle
 from opengyre.proxy.pool import POLL_S, Pool
 from opengyre.proxy.render import Renderer
 from opengyre.proxy.router import Router
@@ -157,6 +158,7 @@ async def running(settings: Settings, say: Say) -> AsyncIterator[Running]:
         routes = AdminDoor(external, engines, admin_key).routes()
         server = ProxyServer(sessions, driver, settings.proxy, routes)
         reopened = external.reopen()
+        settle()
         await server.start(settings.proxy.host, settings.proxy.port)
         stack.push_async_callback(server.stop)
         sessions.base_url = settings.public_url.rstrip("/") or sessions.base_url

@@ -19,6 +19,7 @@ from opengyre.record.types import CallMeta, Ids, Logprobs, Span
 
 DIGEST_BYTES = 16  # 2^64 calls before a collision is likely
 KEY_BYTES = 16  # likewise for messages
+STEM = 20  # hex digits of a call's id in every id it mints: 80 bits, and clients know ids of 24 digits
 
 
 def new_digest(*parts: Ids) -> hashlib.blake2b:
@@ -37,6 +38,11 @@ def feed(state: hashlib.blake2b, ids: Ids) -> None:
 def digest_ids(*parts: Ids) -> bytes:
     """Digest of token ids, ``DIGEST_BYTES`` long."""
     return new_digest(*parts).digest()
+
+
+def own_key(key: bytes, stem: str) -> bytes:
+    """Where a reply is found whose ``key`` another reply of the same meaning has; ``stem`` begins its call's id."""
+    return hashlib.blake2b(stem.encode(), digest_size=KEY_BYTES, key=key).digest()
 
 
 class Attach(msgspec.Struct, frozen=True, gc=False):

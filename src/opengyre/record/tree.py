@@ -18,13 +18,25 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec.structs import replace
 
 from opengyre.errors import RecordError
-from opengyre.record.call import Attach, CallRecord, CommittedCall, Node, Piece, Rebuilt, digest_ids, feed, new_digest
+from opengyre.record.call import (
+    STEM,
+    Attach,
+    CallRecord,
+    CommittedCall,
+    Node,
+    Piece,
+    Rebuilt,
+    digest_ids,
+    feed,
+    new_digest,
+    own_key,
+)
 from opengyre.record.types import Ids, Span
 
 ROOT = 0
@@ -50,6 +62,8 @@ class Tree:
         self._requests: set[bytes] = set()  # keys of the last message of every answered request
         self._calls: list[CallRecord] = []
         self._index: dict[str, int] = {}  # call id -> position in _calls
+        self._twins = 0  # replies under a key of their own
+        self.moved = 0  # times a key came to lead to another reply; what was read by it would be read otherwise now
 
     # -- reading a request -------------------------------------------------------------------------------------------
 
@@ -57,9 +71,9 @@ class Tree:
         """Where a request continues the tree: the longest recorded prefix of its messages, O(messages).
 
         ``keys`` are chained digests, one per message; key i commits to messages 0..i and to the tools. Any inner node
-        can be continued. A key recorded in several places (a reply re-sampled with the same meaning) leads to the
-        latest committed, a delivered reply before an undelivered one. ``fork_reason`` is None where the match ends a
-        leaf or the tree is empty, else
+        can be continued. Of replies with one key (the same meaning after the same messages) the first that counts has
+        it: delivered and usable, or continued. The others are found by the ids they minted (``own``). ``fork_reason``
+        is None where the match ends a leaf or the tree is empty, else
 
         - ``retry``: all messages are those of a request already answered;
         - ``branch``: it ends at a reply that already goes on in another way (a rewind, a summary call);
@@ -80,6 +94,17 @@ class Tree:
             elif offset < len(self._nodes[node]) or node in self._continued:
                 reason = "branch" if self._nodes[node].sampled else "history_edited"
             return self._attach(node, offset, n, reason)
+
+    def own(self, key: bytes, stems: Iterable[str]) -> bytes:
+        """The key of an assistant turn that says what ``key`` says and holds ids minted by calls of these ``stems``.
+
+        It is ``key`` unless one of the calls has its reply under a key of its own.
+        """
+        if self._twins:
+            for stem in stems:
+                if (own := own_key(key, stem)) in self._places:
+                    return own
+        return key
 
     def extend(self, attach: Attach, tail_ids: Ids) -> tuple[Attach, Ids]:
         """Share as much of ``tail_ids`` as recorded prompts already hold; returns the deeper attach and what is left.
@@ -163,14 +188,20 @@ class Tree:
             self._calls.append(record)
             self._index[call.meta.call_id] = index
             if call.reply_key is not None and reply is not None:
-                self._remember_reply(call.reply_key, reply, call.meta.delivered)
+                self._remember_reply(call.reply_key, reply)
             return node, node if reply is None else reply
 
-    def _remember_reply(self, key: bytes, reply: int, delivered: bool) -> None:
-        old = self._places.get(key)
-        if old is not None and not delivered and self.trainable(old[0]):
-            return  # the harness saw the old one; what it never saw must not be continued instead
-        self._places[key] = (reply, len(self._nodes[reply]))
+    def _remember_reply(self, key: bytes, reply: int) -> None:
+        here, old = (reply, len(self._nodes[reply])), self._places.get(key)
+        if old is not None and self._nodes[old[0]].sampled:
+            counts = old[0] in self._continued or self.trainable(old[0])
+            other = reply if counts else old[0]
+            self._places[own_key(key, self.call_of(other).meta.call_id[:STEM])] = here if counts else old
+            self._twins += 1
+            if counts:
+                return
+            self.moved += 1
+        self._places[key] = here
 
     def _check_attach(self, call: CommittedCall) -> None:
         where, at = f"call {call.meta.call_id}", call.attach
@@ -265,7 +296,7 @@ class Tree:
 
         Spans of replies that must not be trained come with ``trainable`` False.
         """
-        return list(self._pieces(leaf, len(self._nodes[leaf])))
+        return list(self._pieces(leaf))
 
     def rebuild(self, leaf: int) -> Rebuilt:
         """The path to a node's end, token by token."""
@@ -328,11 +359,8 @@ class Tree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def _pieces(self, node: int, offset: int) -> Iterator[Piece]:
-        way = self.ancestors(node)
-        if way:
-            way[-1] = (node, offset)
-        for name, used in way:
+    def _pieces(self, node: int) -> Iterator[Piece]:
+        for name, used in self.ancestors(node):
             here = self._nodes[name]
             mute = here.sampled and not self.trainable(name)
             start = 0

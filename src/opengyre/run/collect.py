@@ -27,6 +27,7 @@ from opengyre.executions.runner import Runner
 from opengyre.executions.task import Task
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
+from opengyre.proxy.heap import settle
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Sessions
 from opengyre.record.store import Store
@@ -203,6 +204,7 @@ async def _engine(prepared: Prepared, events: EventLog, make: MakeEngine) -> Asy
         stack.push_async_callback(groups.close)
         failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         states.fail = lambda error: None if failure.done() else failure.set_exception(error)
+        settle()
         yield _Parts(groups, journal, harvest, door, guard, failure)
 
 

@@ -24,6 +24,7 @@ from opengyre.executions.runner import Runner
 from opengyre.executions.task import Task
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
+from opengyre.proxy.heap import settle
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Sessions
 from opengyre.record.store import Store
@@ -121,6 +122,7 @@ async def assemble_parts(
         stack.push_async_callback(held_out.close)
         await controller.start()
         evaluation = Evaluation(config.eval, prepared.held_out, held_out, journal, events)
+        settle()
         yield Parts(
             prepared,
             life,
