@@ -274,7 +274,7 @@ class LiveCell:
             switch.phases[name] = round(self._machine.now - began, 4)
 
     def _to(self, state: CellState, reason: str) -> None:
-        self._machine.to(state, reason)
+        self._machine.to(state)
         pid = self._process.pid if self._process is not None else None
         self._events.emit("cell", cell=self.name, state=state.value, reason=reason, pid=pid)
         self._on_change()

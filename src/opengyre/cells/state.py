@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from opengyre.errors import CellError
 
@@ -100,17 +100,6 @@ FALLBACK: Mapping[CellState, CellState] = {
 }
 
 
-Listener = Callable[[CellState, str], None]
-
-
-class Moment(NamedTuple):
-    """One entry of a cell's history: seconds on the run's clock, the state it entered, and why."""
-
-    t: float
-    state: CellState
-    reason: str
-
-
 class CellMachine:
     """The state of one cell, and the only place where it changes.
 
@@ -122,7 +111,7 @@ class CellMachine:
         clock: seconds on the run's clock.
     """
 
-    __slots__ = ("_clock", "_core", "_deadline_s", "_history", "_listeners", "_may_leave", "_name")
+    __slots__ = ("_clock", "_core", "_deadline_s", "_may_leave", "_name", "_since", "_state")
 
     def __init__(
         self,
@@ -139,8 +128,7 @@ class CellMachine:
         self._name, self._core, self._may_leave = name, core, core_may_leave
         self._deadline_s = dict(per_state)
         self._clock = clock
-        self._history = [Moment(clock(), CellState.STARTING, "start")]
-        self._listeners: list[Listener] = []
+        self._state, self._since = CellState.STARTING, clock()
 
     @property
     def name(self) -> str:
@@ -155,7 +143,7 @@ class CellMachine:
     @property
     def state(self) -> CellState:
         """Where it is now."""
-        return self._history[-1].state
+        return self._state
 
     @property
     def now(self) -> float:
@@ -165,27 +153,12 @@ class CellMachine:
     @property
     def since(self) -> float:
         """When it entered its state, seconds on the run's clock."""
-        return self._history[-1].t
-
-    @property
-    def reason(self) -> str:
-        """Why it entered its state."""
-        return self._history[-1].reason
-
-    @property
-    def history(self) -> tuple[Moment, ...]:
-        """Every state it has been in, oldest first."""
-        return tuple(self._history)
+        return self._since
 
     @property
     def patience_s(self) -> float | None:
         """How long it may stay in its state, seconds; None in a state without a deadline."""
         return self._deadline_s[self.state] if self.state.transient else None
-
-    @property
-    def deadline(self) -> float | None:
-        """When it must have left its state, seconds on the run's clock; None in a state without a deadline."""
-        return None if self.patience_s is None else self.since + self.patience_s
 
     def allowed(self) -> frozenset[CellState]:
         """The states it may enter next."""
@@ -204,18 +177,12 @@ class CellMachine:
                 nearby -= {CellState.PULLING}
         return nearby
 
-    def listen(self, listener: Listener) -> None:
-        """Call ``listener`` with every state it enters from now on, and the reason."""
-        self._listeners.append(listener)
-
-    def to(self, state: CellState, reason: str) -> None:
+    def to(self, state: CellState) -> None:
         """Enter a state. Raises CellError when there is no such way, naming those there are."""
         if state not in self.allowed():
             ways = ", ".join(sorted(self.allowed())) or "nothing"
             raise CellError(f"cannot go from {self.state} to {state}", where=f"cell {self._name}", right=ways)
-        self._history.append(Moment(self._clock(), state, reason))
-        for listener in self._listeners:
-            listener(state, reason)
+        self._state, self._since = state, self._clock()
 
     def fallback(self) -> CellState | None:
         """Where a missed deadline leads from here; None in a state without a deadline."""
@@ -224,11 +191,3 @@ class CellMachine:
         if self._core and self.state is CellState.JOINING_TRAINING:
             return CellState.DEAD  # no weights but its own: it is restored from its checkpoint
         return FALLBACK.get(self.state)
-
-    def check(self) -> CellState | None:
-        """Apply a missed deadline; returns the state it fell back to, None if it is in time."""
-        deadline, fallback = self.deadline, self.fallback()
-        if deadline is None or fallback is None or self._clock() < deadline:
-            return None
-        self.to(fallback, f"{self.state} took longer than {deadline - self.since:g} s")
-        return fallback
