@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from client_parts import FEW, Call, Kit, filling, grow, steps, wanted
+from client_parts import FEW, Call, Kit, close_in_mid_turn, filling, grow, steps, wanted
 from clients import needs, staged
+from opengyre.executions.outcome import Outcome
 from opengyre.record.types import Finish
 from player import Ask, Say, calls
 
@@ -55,3 +56,14 @@ async def test_calls_that_are_used_up_end_it(tmp_path):
         played = await stage.run("Do the steps.", wanted=wanted(2))
     assert (played.result.exit_code, played.result.reward) == (1, 1.0), played.log[-3000:]
     assert played.leaves == {"main": 1} and played.session.counters.refused == 2, played.draw()
+
+
+async def test_a_session_that_is_closed_ends_the_client(tmp_path):
+    """Each of its attempts is told so; none is recorded."""
+    async with staged(tmp_path, "mini_swe_agent", lambda _: "", options={"attempts": 2}) as stage:
+        played = await close_in_mid_turn(stage, KIT)
+    assert (played.result.outcome, played.result.exit_code) == (Outcome.FINISHED, 1), played.log[-3000:]
+    assert "this execution has ended" in played.log
+    *_, cut = played.tree.calls()
+    assert cut.meta.finish is Finish.ABORTED and not played.tree.trainable(cut.reply_node), played.draw()
+    assert played.session.counters.refused == 2  # the call that was cut, and the attempt after it: 409 both
