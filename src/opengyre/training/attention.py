@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opengyre.errors import TrainingError
-from opengyre.training.flash import FlashTree, blocks
+from opengyre.training.flash import Blocks, FlashTree
 from opengyre.training.flex import flex_tree
 from opengyre.training.pack import Chain
 
@@ -95,7 +95,7 @@ def tree_attention(
         return flex_tree(query, keys, values, tree.chains, tree.origin, scaling, tree.made).transpose(1, 2), None
     if query.device.type in FLASH_DEVICES and sliding_window is None and query.shape[-1] == value.shape[-1]:
         if "flash" not in tree.made:
-            tree.made["flash"] = blocks(tree.chains, tree.origin)
+            tree.made["flash"] = Blocks.of(tree.chains, tree.origin)
         flash: Tensor = FlashTree.apply(query, key, value, *past, tree.made["flash"], scaling)  # type: ignore[no-untyped-call]
         return flash, None
     key, value = _repeat(key, groups), _repeat(value, groups)

@@ -17,6 +17,7 @@ kernel is faster on many rows (by a quarter from 136 to 2,000), so siblings cost
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +30,11 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class Block(NamedTuple):
-    """Rows that ask, and the rows they see: of the window, or of the memory before it."""
+    """Rows that ask, and the rows they all see: of the window, or of the memory before it."""
 
     asking: slice
     seen: slice
     remembered: bool
-    causal: bool
 
 
 class Step(NamedTuple):
@@ -45,26 +45,30 @@ class Step(NamedTuple):
     seen: int
 
 
-def blocks(chains: Sequence[Chain], origin: int) -> list[Block]:
-    """What the rows from ``origin`` on see: each chain's own rows, causally, and then the blocks before them."""
-    stairs: dict[int, list[Step]] = {chain.own[0]: [] for chain in chains}
-    made = list[Block]()
-    for chain in chains:
-        first, last = chain.own[0] - origin, sum(chain.own) - origin
-        if first < 0:
-            continue
-        made.append(Block(slice(first, last), slice(first, last), False, True))
-        for start, length in chain.before:
-            stairs[start].append(Step(first, last, length))
-    for start, steps in stairs.items():
-        remembered = start < origin
-        shift = start if remembered else start - origin
-        for asking, low, high in rectangles(steps):
-            made.append(Block(asking, slice(low + shift, high + shift), remembered, False))
-    return made
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What the rows of a window see: each chain its own ``triangles`` rows, causally; then the ``rectangles``."""
+
+    triangles: list[int]  # lengths, in order of the rows
+    rectangles: list[Block]
+
+    @classmethod
+    def of(cls, chains: Sequence[Chain], origin: int) -> Blocks:
+        """The blocks of the rows from ``origin`` on."""
+        asking = [chain for chain in chains if chain.own[0] >= origin]
+        stairs: dict[int, list[Step]] = {chain.own[0]: [] for chain in chains}
+        for chain in asking:
+            for start, length in chain.before:
+                stairs[start].append(Step(chain.own[0] - origin, sum(chain.own) - origin, length))
+        made = list[Block]()
+        for start, steps in stairs.items():
+            remembered = start < origin
+            shift = start if remembered else start - origin
+            made += [Block(rows, slice(low + shift, high + shift), remembered) for rows, low, high in covered(steps)]
+        return cls([chain.own[1] for chain in asking], made)
 
 
-def rectangles(steps: Sequence[Step]) -> Iterator[tuple[slice, int, int]]:
+def covered(steps: Sequence[Step]) -> Iterator[tuple[slice, int, int]]:
     """(rows, first key, last key) of rectangles that cover a staircase, each pair once.
 
     The largest that fits comes first, then those that cover what it leaves: the keys behind it, which only earlier
@@ -101,43 +105,39 @@ class FlashTree(torch.autograd.Function):
         value: Tensor,
         past_key: Tensor,
         past_value: Tensor,
-        plan: list[Block],
+        blocks: Blocks,
         scale: float | None,
     ) -> Tensor:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        q = _grouped(query.transpose(1, 2), key.shape[1])
-        lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))  # as the kernel's
-        out = torch.empty_like(q, dtype=lse.dtype)
-        for block in plan:
-            k, v = _keys(block, q, key, past_key), _keys(block, q, value, past_value)
-            part, part_lse = _FLASH(_rows(q, block), k, v, 0.0, block.causal, scale=scale)
-            if block.causal:  # every row's first
-                _rows(out, block).copy_(part)
-                _rows(lse, block).copy_(part_lse)
-                continue
+        q, key, value = _grouped(query.transpose(1, 2), key.shape[1]), key.contiguous(), value.contiguous()
+        own = zip(*_triangles(blocks, q, *_shared(q, key, value)), strict=True)
+        parts = [_FLASH(*each, 0.0, True, scale=scale) for each in own]
+        out, lse = (_joined(list(x)) for x in zip(*parts, strict=True))
+        out = out.to(lse.dtype)  # 16-bit parts are merged in the float32 of their log-sum-exp
+        for block in blocks.rectangles:
+            k, v = _seen(block, key, past_key), _seen(block, value, past_value)
+            part, part_lse = _FLASH(_rows(q, block), k, v, 0.0, False, scale=scale)
             whole, total = _rows(out, block), _rows(lse, block)
             whole.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - total).unsqueeze(-1))
             torch.logaddexp(total, part_lse, out=total)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, key, value, past_key, past_value, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.blocks, ctx.scale = blocks, scale
         return _ungrouped(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, key, value, past_key, past_value, out, lse = ctx.saved_tensors
-        g, to_query = _grouped(grad, key.shape[1]), torch.empty_like(q)
-        to_key, to_value = torch.empty_like(key), torch.empty_like(value)
+        blocks: Blocks = ctx.blocks
+        g = _grouped(grad, key.shape[1])
+        own = zip(*_triangles(blocks, g, q, *_shared(q, key, value), out, lse), strict=True)
+        parts = [_FLASH_BACKWARD(*each, 0.0, True, scale=ctx.scale) for each in own]
+        to_query = _joined([dq for dq, _, _ in parts])
+        to_key, to_value = (torch.cat([part[i].sum(1) for part in parts], dim=1).unsqueeze(0) for i in (1, 2))
         to_past_key, to_past_value = torch.zeros_like(past_key), torch.zeros_like(past_value)
-        for block in ctx.plan:
-            k, v = _keys(block, q, key, past_key), _keys(block, q, value, past_value)
+        for block in blocks.rectangles:
+            k, v = _seen(block, key, past_key), _seen(block, value, past_value)
             g_rows, q_rows, *of_all = (_rows(x, block) for x in (g, q, out, lse))
-            dq, dk, dv = _FLASH_BACKWARD(g_rows, q_rows, k, v, *of_all, 0.0, block.causal, scale=ctx.scale)
-            if block.causal:  # a row's own triangle comes before any rectangle it is part of
-                _rows(to_query, block).copy_(dq)
-                torch.sum(dk, 1, out=to_key[0, :, block.seen])
-                torch.sum(dv, 1, out=to_value[0, :, block.seen])
-                continue
+            dq, dk, dv = _FLASH_BACKWARD(g_rows, q_rows, k, v, *of_all, 0.0, False, scale=ctx.scale)
             _rows(to_query, block).add_(dq)
             keys, values = (to_past_key, to_past_value) if block.remembered else (to_key, to_value)
             keys[0, :, block.seen] += dk[:, 0]
@@ -155,13 +155,26 @@ def _ungrouped(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+def _shared(q: Tensor, *keys: Tensor) -> Iterator[Tensor]:
+    """Views of (1, H_kv, N, D), once for each group: (H_kv, N, G, D)."""
+    return (x[0].unsqueeze(2).expand(-1, -1, q.shape[2], -1) for x in keys)
+
+
+def _triangles(blocks: Blocks, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of each triangle's rows in tensors (H_kv, N, G, …), as the kernel wants them: (H_kv, G, n, …)."""
+    return [torch.split(x.transpose(1, 2), blocks.triangles, dim=2) for x in rows]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """What the kernel made of all triangles, (H_kv, N, G, …), dense."""
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=1)
+
+
 def _rows(x: Tensor, block: Block) -> Tensor:
-    """A view of a block's rows as the kernel wants them: (H_kv, G, n, …) for a triangle, else (H_kv, 1, n * G, …)."""
-    mine = x[:, block.asking]
-    return mine.transpose(1, 2) if block.causal else mine.flatten(1, 2).unsqueeze(1)
+    """A view of a rectangle's rows, (H_kv, 1, n * G, …)."""
+    return x[:, block.asking].flatten(1, 2).unsqueeze(1)
 
 
-def _keys(block: Block, q: Tensor, own: Tensor, past: Tensor) -> Tensor:
-    """A view of what a block sees, (H_kv, G or 1, n, D)."""
-    seen = (past if block.remembered else own)[0, :, block.seen].unsqueeze(1)
-    return seen.expand(-1, q.shape[2], -1, -1) if block.causal else seen
+def _seen(block: Block, own: Tensor, past: Tensor) -> Tensor:
+    """A rectangle's keys, (H_kv, 1, n, D), each head's dense: by a tenth faster than spread out."""
+    return (past if block.remembered else own)[0, :, block.seen].unsqueeze(1).contiguous()
