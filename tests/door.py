@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engines import Script, ScriptedEngine
 from opengyre.config import ProxyConfig, SamplingConfig
 from opengyre.proxy.app import ProxyServer
 from opengyre.proxy.calls import CallDriver
+from opengyre.proxy.recall import recall
 from opengyre.proxy.render import Renderer
 from opengyre.proxy.router import Router
 from opengyre.proxy.session import Session, Sessions
@@ -51,6 +53,12 @@ class Door:
     def request(self, path: str, body: dict[str, Any], **headers: str) -> Any:
         auth = {"Authorization": f"Bearer {self.key}"}
         return self.http.post(f"{self.url}{path}", json=body, headers={**auth, **headers})
+
+    def restart(self) -> None:
+        """From now on the session knows what a proxy knows that starts again on its record."""
+        tree = self.store.load_tree("e")
+        self.session.resume(tree, recall(tree, partial(self.store.messages, "e")))
+        self.sessions.lines.forget("e")
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
         async with self.request(path, body, **headers) as response:

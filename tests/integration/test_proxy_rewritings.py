@@ -210,9 +210,10 @@ def append_only(door: Door) -> None:
         assert later.prompt_ids[: len(before)] == before
 
 
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "restarted"])
 @pytest.mark.parametrize("template", [CHATML, HISTORY_REWRITING], ids=["plain", "rewriting"])
 @pytest.mark.parametrize("case", REWRITINGS, ids=[f"{r.dialect}: {r.name}" for r in REWRITINGS])
-async def test_a_rewritten_turn_does_not_fork(tmp_path, case: Rewriting, template):
+async def test_a_rewritten_turn_does_not_fork(tmp_path, case: Rewriting, template, restarts):
     client = CLIENTS[case.dialect]
     said = (
         case.said.removeprefix("<think>\n") if template is HISTORY_REWRITING and "<think>" in case.said else case.said
@@ -221,6 +222,8 @@ async def test_a_rewritten_turn_does_not_fork(tmp_path, case: Rewriting, templat
         said = f"</think>\n\n{said}"  # the prompt opened the reasoning
 
     def steps(turn: list[Entry], number: int) -> list[Entry]:
+        if restarts:
+            door.restart()
         kept = copy.deepcopy(turn)
         if number == 0:
             kept = case.back(kept) or kept

@@ -49,12 +49,6 @@ def logged(door: Door, answer: Entry) -> Any:
     return next(c for c in door.session.tree.calls() if c.meta.call_id == call_id)
 
 
-def restarted(door: Door) -> None:
-    """What a proxy knows that starts again on its record."""
-    door.session.resume(door.store.load_tree("e"))
-    door.sessions.lines.forget("e")
-
-
 async def turn(door: Door, twin: Twin, *, named: bool) -> Any:
     """One call of a conversation; returns its record."""
     headers = {"x-session-id": twin.name} if named else {}
@@ -96,7 +90,7 @@ async def test_each_conversation_goes_on_from_its_own_tokens(tmp_path, monkeypat
             some = rng.sample(going, rng.randint(1, len(going))) if at_once else [rng.choice(going)]
             await asyncio.gather(*(turn(door, twin, named=at_once) for twin in some))
             if restarts and rng.random() < 0.3:
-                restarted(door)
+                door.restart()
         tree = door.session.tree
         assert len(engine.requests) == len(tree.calls()) == TURNS * CONVERSATIONS
         assert len(tree.leaves()) == CONVERSATIONS and door.session.counters.joined == 0
@@ -120,7 +114,7 @@ async def test_turns_without_ids_are_the_first_conversations(tmp_path, dialect, 
             twin.ids = "call" in said[twin.turns - 1]
             assert record.meta.fork_reason in (None, "retry") and record.usable
             if seed == 3 and rng.random() < 0.3:
-                restarted(door)
+                door.restart()
         tree = door.session.tree
         assert len(tree.calls()) == 12 and {c.attach.depth > 0 for c in tree.calls()[1:]} == {True}
         for twin in twins:  # what they were told last hangs below a whole path of replies, none encoded again

@@ -305,8 +305,7 @@ class CallDriver:
             usable=live.sampled.usable,
         )
         new = [*prepared.conversation.messages[prepared.attach.n_messages :], turn.message]
-        plain = [_plain(message) for message in new]
-        await asyncio.wrap_future(self.sessions.store.submit(session.execution_id, call, plain))
+        await asyncio.wrap_future(self.sessions.store.submit(session.execution_id, call, list(map(plain, new))))
         await self.turns.take()  # calls that shared a transaction are not all answered in one turn of the loop
         session.tree.commit(call)
         session.history.remember(prepared.key, turn.message, delivered=delivered)
@@ -379,7 +378,7 @@ def _prompt(live: LiveCall) -> TokenIds:
     return TokenIds(np.concatenate([prompt.ids, np.asarray(live.sampled.ids, np.int32)]))
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def plain(message: Message) -> dict[str, Any]:
     """A message for people to read, as stored beside its tokens."""
     parts: list[dict[str, Any]] = []
     for part in message.parts:

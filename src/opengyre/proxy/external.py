@@ -14,6 +14,7 @@ import hashlib
 import hmac
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from opengyre.executions.outcome import Outcome
 from opengyre.export.sample import About, plain
 from opengyre.export.source import Choice, Source
 from opengyre.proxy.calls import CallDriver
+from opengyre.proxy.recall import recall
 from opengyre.proxy.refusals import Refusal
 from opengyre.proxy.session import Sessions, check_pins
 from opengyre.record.roles import assign_roles
@@ -104,7 +106,10 @@ class External:
         left = [e for e in self._store.executions() if e.outcome is None]
         for stored in left:
             pins = SamplingConfig(**stored.meta.get("pins", {}))
-            self._open(stored.execution_id, pins, stored.meta, self._store.load_tree(stored.execution_id))
+            name = stored.execution_id
+            self._open(name, pins, stored.meta)
+            tree = self._store.load_tree(name)
+            self._sessions.get(name).resume(tree, recall(tree, partial(self._store.messages, name)))
         return len(left)
 
     def open(self, asked: Opening) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class External:
         query_id = asked.query_id or execution_id
         meta = {**asked.meta, "split": asked.split, "query_id": query_id, "task_id": asked.task_id or ""}
         try:
-            self._open(execution_id, pins, {**meta, "pins": msgspec.to_builtins(pins)}, Tree())
+            self._open(execution_id, pins, {**meta, "pins": msgspec.to_builtins(pins)})
         except RecordError:
             what = f"execution_id: {execution_id} was recorded here before"
             raise Refusal(what, status=409, param="execution_id") from None
@@ -221,10 +226,9 @@ class External:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _open(self, execution_id: str, pins: SamplingConfig, meta: Mapping[str, Any], tree: Tree) -> None:
+    def _open(self, execution_id: str, pins: SamplingConfig, meta: Mapping[str, Any]) -> None:
         self._sessions.open(execution_id, pins=pins, meta=meta)
         session = self._sessions.get(execution_id)
-        session.resume(tree)
         digest = hmac.new(self._admin_key.encode(), execution_id.encode(), hashlib.sha256)
         session.key = f"gyre-{digest.hexdigest()[:40]}"
 

@@ -114,9 +114,9 @@ class Session:
     def __post_init__(self) -> None:
         self.history = History(self.tree)
 
-    def resume(self, tree: Tree) -> None:
-        """Go on with a recorded tree."""
-        self.tree, self.history = tree, History(tree)
+    def resume(self, tree: Tree, history: History) -> None:
+        """Go on with what was recorded."""
+        self.tree, self.history = tree, history
         self.started = self.counters.calls = len(tree.calls())
 
     @property

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from opengyre.errors import RecordError
 from opengyre.record.types import CallMeta, Ids, Logprobs, Span
@@ -164,3 +165,24 @@ class Rebuilt(NamedTuple):
     logprobs: Logprobs
     versions: Ids
     nodes: Ids
+
+
+def owned(spans: tuple[Span, ...]) -> tuple[Ids, tuple[Span, ...]]:
+    """Copies nobody can write to, the spans' ids as views of all ids: committed nodes never change."""
+    ids, at, own = np.concatenate([span.ids for span in spans]), 0, []
+    ids.setflags(write=False)
+    for span in spans:
+        logprobs = None if span.logprobs is None else span.logprobs.astype(np.float32)
+        if logprobs is not None:
+            logprobs.setflags(write=False)
+        own.append(replace(span, ids=ids[at : at + len(span)], logprobs=logprobs))
+        at += len(span)
+    return ids, tuple(own)
+
+
+def cut(span: Span, length: int) -> Span:
+    """The first ``length`` tokens of a span."""
+    if length == len(span):
+        return span
+    logprobs = None if span.logprobs is None else span.logprobs[:length]
+    return replace(span, ids=span.ids[:length], logprobs=logprobs)

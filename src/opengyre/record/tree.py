@@ -32,10 +32,12 @@ from opengyre.record.call import (
     Node,
     Piece,
     Rebuilt,
+    cut,
     digest_ids,
     feed,
     new_digest,
     own_key,
+    owned,
 )
 from opengyre.record.types import Ids, Span
 
@@ -222,7 +224,7 @@ class Tree:
 
     def _add(self, parent: int, offset: int, spans: tuple[Span, ...], call: int) -> int:
         above = self._nodes[parent]
-        ids, spans = _owned(spans)
+        ids, spans = owned(spans)
         node = Node(len(self._nodes), parent, offset, above.start + offset, ids, spans, call)
         state = self._hash_at(parent, offset)
         feed(state, ids)
@@ -326,6 +328,11 @@ class Tree:
             node = self._nodes[node].parent
         return way[::-1]
 
+    def places(self) -> dict[bytes, tuple[int, int]]:
+        """Message key to the (node, offset) where that message ends."""
+        with self._lock:
+            return dict(self._places)
+
     def children(self, node: int) -> list[int]:
         """Nodes that hang at ``node``, at any offset, oldest first."""
         return list(self._children[node])
@@ -365,30 +372,10 @@ class Tree:
             mute = here.sampled and not self.trainable(name)
             start = 0
             for span in here.spans:
-                part = _cut(span, min(len(span), used - start))
+                part = cut(span, min(len(span), used - start))
                 if len(part):
                     yield Piece(name, start, start + len(part), replace(part, trainable=False) if mute else part)
                 start += len(part)
-
-
-def _owned(spans: tuple[Span, ...]) -> tuple[Ids, tuple[Span, ...]]:
-    """Copies nobody can write to, the spans' ids as views of all ids: committed nodes never change."""
-    ids, at, owned = np.concatenate([span.ids for span in spans]), 0, []
-    ids.setflags(write=False)
-    for span in spans:
-        logprobs = None if span.logprobs is None else span.logprobs.astype(np.float32)
-        if logprobs is not None:
-            logprobs.setflags(write=False)
-        owned.append(replace(span, ids=ids[at : at + len(span)], logprobs=logprobs))
-        at += len(span)
-    return ids, tuple(owned)
-
-
-def _cut(span: Span, length: int) -> Span:
-    if length == len(span):
-        return span
-    logprobs = None if span.logprobs is None else span.logprobs[:length]
-    return replace(span, ids=span.ids[:length], logprobs=logprobs)
 
 
 def _common(a: Ids, b: Ids) -> int:
