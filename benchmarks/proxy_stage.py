@@ -161,15 +161,15 @@ class Spent:
     recording: list[float] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)  # the loop's CPU time until a timer of 10 ms was heard
-    walks: list[float] = field(default_factory=list)  # of the cycle collector through its oldest generation
+    walks: list[float] = field(default_factory=list)  # CPU seconds of the cycle collector going through all it knows
     _began: float = 0.0
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """A callback of the cycle collector."""
         if phase == "start":
-            self._began = time.perf_counter()
+            self._began = time.thread_time()
         elif info["generation"] == 2:
-            self.walks.append(time.perf_counter() - self._began)
+            self.walks.append(time.thread_time() - self._began)
 
 
 def our_proxy(pipe: Connection, engine_url: str | None, executions: list[str], folder: str) -> None:
