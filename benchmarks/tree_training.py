@@ -2,13 +2,11 @@
 
     python benchmarks/tree_training.py [--tokens 4096 --tokens 16384] [--repeat 3] [--long 65536]
 
-Speed: each line compares ways to compute the same gradient in one process, interleaved, best of ``--repeat``, in CPU
-seconds of one thread (wall-clock figures mean little on a shared machine). ``separate`` runs every trajectory whole, in
-padded batches of the same token budget; ``tree`` computes shared prefixes once; ``full head`` projects all positions on
-the vocabulary. The gradient gap is between tree and separate, relative to the largest gradient.
-
-Memory: what a step adds to a fresh process's peak resident size, one process a way. Last, one path of ``--long`` tokens
-whole and in windows.
+Each line compares ways to compute the same gradient, each in a fresh process of its own, taking turns: CPU seconds of
+one thread, best of ``--repeat`` (wall-clock figures mean little on a shared machine), and what a step adds to the
+process's peak resident size. ``separate`` runs every trajectory whole, in padded batches of the same budget; ``tree``
+computes shared prefixes once; ``full head`` projects all positions on the vocabulary. The gradient gap is between tree
+and separate, relative to the largest gradient. Last, one path of ``--long`` tokens whole and in windows.
 
 Model: Qwen3, 0.36M parameters, vocabulary 512, 3 layers, hidden 128, float32.
 """
@@ -19,7 +17,9 @@ import argparse
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -93,62 +93,77 @@ def trainer(window: int) -> TorchTrainer:
     return made
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+class Step(NamedTuple):
+    """One micro-step in a process of its own."""
+
+    seconds: float  # CPU
+    mib: float  # what all steps so far added to the process's peak resident size
+    gradients: dict[str, np.ndarray]
 
 
-def speed(name: str, samples: list[Sample], window: int, repeat: int) -> None:
-    """Print one line of the first table."""
+@cache
+def warm(window: int) -> tuple[TorchTrainer, int]:
+    """A trainer that has made its first step, and the process's peak then, KiB."""
+    torch.set_num_threads(1)
     made = trainer(window)
+    made.micro_step(branches(1, 0, 64, 0.5))  # what any first step allocates
+    return made, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def step(*, trees: bool = True, split: bool = True) -> dict[str, np.ndarray]:
-        made.forward.trees, made.forward.head_split = trees, split
-        made.micro_step(samples)
-        return made.take_gradients()
 
-    ways: dict[str, Callable[[], object]] = {
-        "tree": step,
-        "separate": lambda: step(trees=False),
-        "full head": lambda: step(split=False),
-    }
-    a, b = step(), step(trees=False)
-    scale = max(float(np.abs(x).max()) for x in b.values())
-    gap = max(float(np.abs(a[n] - b[n]).max()) for n in a) / scale
-    best = {way: min(times) for way, times in _interleaved(ways, repeat).items()}
+def step(samples: list[Sample], window: int, trees: bool, split: bool) -> Step:
+    """Runs in a process that does nothing else."""
+    made, before = warm(window)
+    made.forward.trees, made.forward.head_split = trees, split
+    made.take_gradients()
+    start = time.process_time()
+    made.micro_step(samples)
+    seconds = time.process_time() - start
+    mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return Step(seconds, mib, made.take_gradients())
+
+
+def steps(samples: list[Sample], ways: dict[str, tuple[int, bool, bool]], repeat: int) -> dict[str, Step]:
+    """The best step of each way (window, trees, split head); the ways take turns."""
+    made: dict[str, list[Step]] = {way: [] for way in ways}
+    with ExitStack() as stack:
+        spawn = multiprocessing.get_context("spawn")
+        pools = {way: stack.enter_context(spawn.Pool(1)) for way in ways}
+        for _ in range(repeat):
+            for way, pool in pools.items():
+                made[way].append(pool.apply(step, (samples, *ways[way])))
+    return {way: min(each, key=lambda s: s.seconds) for way, each in made.items()}
+
+
+def compare(name: str, samples: list[Sample], window: int, repeat: int) -> None:
+    """Print one line."""
+    ways = {"tree": (window, True, True), "separate": (window, False, True), "full head": (window, True, False)}
+    best = steps(samples, ways, repeat)
+    tree, separate, full = (best[way] for way in ways)
+    scale = max(float(np.abs(x).max()) for x in separate.gradients.values())
+    gap = max(float(np.abs(tree.gradients[n] - x).max()) for n, x in separate.gradients.items()) / scale
     unique, total = len(pack(samples).ids), sum(len(s.ids) for s in samples)
-    separate, full = best["separate"] / best["tree"], best["full head"] / best["tree"]
+    ratio = separate.seconds / tree.seconds
     print(
-        f"{name:24} unique {unique:6} all {total:6}  tree {best['tree']:6.2f} s = {total / best['tree']:7.0f} tok/s"
-        f"  separate/tree {separate:5.2f} = {separate * unique / total:4.2f} of the sharing"
-        f"  full head/tree {full:5.2f}  gradient gap {gap:.0e}",
+        f"{name:20} unique {unique:6} all {total:6}  tree {tree.seconds:6.2f} s = {total / tree.seconds:7.0f} tok/s"
+        f"  separate/tree {ratio:5.2f} = {ratio * unique / total:4.2f} of the sharing"
+        f"  peak {tree.mib:5.0f} MiB, separate {separate.mib:5.0f}"
+        f"  full head/tree {full.seconds / tree.seconds:4.2f}, peak {full.mib:5.0f}  gradient gap {gap:.0e}",
         flush=True,
     )
 
 
-def _interleaved(ways: dict[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeat):
-        for way, work in ways.items():
-            times[way].append(cpu_seconds(work))
-    return times
-
-
-def peak_mib(samples: list[Sample], window: int, *, trees: bool) -> tuple[float, float]:
-    """(MiB that a step adds to the peak resident size of a fresh process, its CPU seconds)."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak, (samples, window, trees))
-
-
-def _peak(samples: list[Sample], window: int, trees: bool) -> tuple[float, float]:
-    torch.set_num_threads(1)
-    made = trainer(window)
-    made.micro_step(branches(1, 0, 64, 0.5))  # what any first step allocates
-    made.forward.trees = trees
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = cpu_seconds(lambda: made.micro_step(samples))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds
+def long_path(tokens: int) -> None:
+    """Print what windows do to one path."""
+    path = branches(1, 0, tokens, 0.25)
+    whole = steps(path, {"": (tokens, True, True)}, 1)[""]
+    print(f"\none path of {tokens} tokens: whole {whole.mib:6.0f} MiB, {whole.seconds:6.1f} s", flush=True)
+    for window in (tokens // 8, tokens // 32):
+        cut = steps(path, {"": (window, True, True)}, 1)[""]
+        print(
+            f"  in windows of {window:6}: {cut.mib:6.0f} MiB, {cut.seconds:6.1f} s"
+            f"  memory whole/windows {whole.mib / cut.mib:5.2f}  time windows/whole {cut.seconds / whole.seconds:4.2f}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -157,36 +172,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--long", type=int, default=65536, help="tokens of the long path; 0: leave it out")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    sizes = options.tokens or [4096, 16384]
     print(f"{sum(p.numel() for p in model().parameters()) / 1e6:.2f}M parameters, a micro-step an execution\n")
-    for tokens in sizes:
+    for tokens in options.tokens or [4096, 16384]:
         many = [s for i in range(16) for s in branches(1, 0, tokens // 16, 0.25, seed=i)]
-        speed("16 paths, no sharing", many, tokens, options.repeat)
+        compare("16 paths, no sharing", many, tokens, options.repeat)
         for sharing in (2, 4, 8):
-            speed(f"{2 * sharing} paths, {sharing}x sharing", shared(tokens, sharing), tokens, options.repeat)
-    print()
-    for tokens in sizes:
-        for sharing in (2, 4, 8):
-            samples = shared(tokens, sharing)
-            tree, _ = peak_mib(samples, tokens, trees=True)
-            separate, _ = peak_mib(samples, tokens, trees=False)
-            print(
-                f"{sharing}x sharing, unique {tokens:6}: peak of tree {tree:6.0f} MiB"
-                f"  separate in batches of {tokens} tokens {separate:6.0f} MiB  separate/tree {separate / tree:4.2f}",
-                flush=True,
-            )
+            compare(f"{2 * sharing} paths, {sharing}x sharing", shared(tokens, sharing), tokens, options.repeat)
     if options.long:
-        path = branches(1, 0, options.long, 0.25)
-        whole, whole_s = peak_mib(path, options.long, trees=True)
-        print(f"\none path of {options.long} tokens: whole {whole:6.0f} MiB, {whole_s:6.1f} s")
-        for window in (options.long // 8, options.long // 32):
-            mib, seconds = peak_mib(path, window, trees=True)
-            print(
-                f"  in windows of {window:6}: {mib:6.0f} MiB, {seconds:6.1f} s"
-                f"  memory whole/windows {whole / mib:5.2f}  time windows/whole {seconds / whole_s:4.2f}",
-                flush=True,
-            )
+        long_path(options.long)
 
 
 if __name__ == "__main__":
