@@ -20,6 +20,7 @@ from transformers import (
 
 from opengyre.samples.types import Sample
 from opengyre.training import attention
+from opengyre.training.flash import Block, Blocks
 from opengyre.training.forward import Forward
 from opengyre.training.pack import Pack, pack, windows, within_budget
 from training_models import make_sample, random_samples, tiny_qwen3
@@ -108,6 +109,37 @@ def test_windows_cover_the_row_and_look_back_only(sequences, tokens):
         for c in asked:
             assert all(start in starts and start // tokens == (start + n - 1) // tokens for start, n in c.before)
             assert all({*_rows(c), *range(c.own[0], i + 1)} == seen[i] for i in range(*_span(c)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8), st.integers(1, 40))
+def test_blocks_hold_each_pair_once(sequences, tokens):
+    packed = pack([make_sample(s, np.arange(len(s)) > 0, name=str(i)) for i, s in enumerate(sequences)])
+    for w in windows(packed, tokens):
+        wanted, got = np.zeros((2, w.last - w.first, w.last), int)
+        for chain in (c for c in w.chains if c.own[0] >= w.first):
+            for row in range(*_span(chain)):
+                wanted[row - w.first, [*_rows(chain), *range(chain.own[0], row + 1)]] = 1
+        blocks, start = Blocks.of(w.chains, w.first), 0
+        for length in blocks.triangles:
+            own = slice(start, start + length)
+            got[own, w.first + start : w.first + start + length] += np.tri(length, dtype=int)
+            start += length
+        for block in blocks.rectangles:
+            shift = 0 if block.remembered else w.first
+            got[block.asking, block.seen.start + shift : block.seen.stop + shift] += 1
+        assert (got == wanted).all()
+
+
+def test_siblings_ask_about_their_prefix_together():
+    tails = [[7, 7, 7, 7, k, k] for k in range(5)] + [[7, 7, 8, 8]]
+    packed = pack([make_sample(s, np.arange(len(s)) > 0, name=str(i)) for i, s in enumerate(tails)])
+    blocks = Blocks.of(packed.chains, 0)
+    assert blocks.triangles == [6, 2, 2, 2, 2, 2]
+    assert blocks.rectangles == [
+        Block(slice(6, 14), slice(0, 4), False),  # the four siblings by their common prefix
+        Block(slice(14, 16), slice(0, 2), False),
+    ]
 
 
 def _span(chain) -> tuple[int, int]:
