@@ -6,7 +6,8 @@ Each line compares ways to compute the same gradient, each in a fresh process of
 one thread, best of ``--repeat`` (wall-clock figures mean little on a shared machine), and what a step adds to the
 process's peak resident size. ``separate`` runs every trajectory whole, in padded batches of the same budget; ``tree``
 computes shared prefixes once; ``full head`` projects all positions on the vocabulary. The gradient gap is between tree
-and separate, relative to the largest gradient. Last, one path of ``--long`` tokens whole and in windows.
+and separate, relative to the largest gradient. Then what a KL term to a reference model adds, and last, one path of
+``--long`` tokens whole and in windows.
 
 Model: Qwen3, 0.36M parameters, vocabulary 512, 3 layers, hidden 128, float32.
 """
@@ -85,10 +86,12 @@ def shared(tokens: int, sharing: int) -> list[Sample]:
     return branches(count, prefix, (tokens - prefix) // count, 0.5)
 
 
-def trainer(window: int) -> TorchTrainer:
-    """A satellite's trainer with micro-steps of ``window`` tokens."""
-    config = TrainConfig(micro_step_tokens=window, row_tokens=1 << 20, clip_low=9.0, clip_high=9.0)
-    made = TorchTrainer(model(), config, core=False)
+def trainer(window: int, *, kl: bool = False) -> TorchTrainer:
+    """A satellite's trainer with micro-steps of ``window`` tokens; ``kl``: with a term to a reference model."""
+    config = TrainConfig(
+        micro_step_tokens=window, row_tokens=1 << 20, clip_low=9.0, clip_high=9.0, kl_weight=0.01 if kl else 0.0
+    )
+    made = TorchTrainer(model(), config, core=False, reference=model() if kl else None)
     assert made.forward.trees and made.forward.head_split
     return made
 
@@ -102,17 +105,17 @@ class Step(NamedTuple):
 
 
 @cache
-def warm(window: int) -> tuple[TorchTrainer, int]:
+def warm(window: int, kl: bool) -> tuple[TorchTrainer, int]:
     """A trainer that has made its first step, and the process's peak then, KiB."""
     torch.set_num_threads(1)
-    made = trainer(window)
+    made = trainer(window, kl=kl)
     made.micro_step(branches(1, 0, 64, 0.5))  # what any first step allocates
     return made, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def step(samples: list[Sample], window: int, trees: bool, split: bool) -> Step:
+def step(samples: list[Sample], window: int, trees: bool, split: bool, kl: bool = False) -> Step:
     """Runs in a process that does nothing else."""
-    made, before = warm(window)
+    made, before = warm(window, kl)
     made.forward.trees, made.forward.head_split = trees, split
     made.take_gradients()
     start = time.process_time()
@@ -122,8 +125,8 @@ def step(samples: list[Sample], window: int, trees: bool, split: bool) -> Step:
     return Step(seconds, mib, made.take_gradients())
 
 
-def steps(samples: list[Sample], ways: dict[str, tuple[int, bool, bool]], repeat: int) -> dict[str, Step]:
-    """The best step of each way (window, trees, split head); the ways take turns."""
+def steps(samples: list[Sample], ways: dict[str, tuple[int, bool, bool, bool]], repeat: int) -> dict[str, Step]:
+    """The best step of each way (window, trees, split head, KL term); the ways take turns."""
     made: dict[str, list[Step]] = {way: [] for way in ways}
     with ExitStack() as stack:
         spawn = multiprocessing.get_context("spawn")
@@ -136,7 +139,11 @@ def steps(samples: list[Sample], ways: dict[str, tuple[int, bool, bool]], repeat
 
 def compare(name: str, samples: list[Sample], window: int, repeat: int) -> None:
     """Print one line."""
-    ways = {"tree": (window, True, True), "separate": (window, False, True), "full head": (window, True, False)}
+    ways = {
+        "tree": (window, True, True, False),
+        "separate": (window, False, True, False),
+        "full head": (window, True, False, False),
+    }
     best = steps(samples, ways, repeat)
     tree, separate, full = (best[way] for way in ways)
     scale = max(float(np.abs(x).max()) for x in separate.gradients.values())
@@ -152,13 +159,24 @@ def compare(name: str, samples: list[Sample], window: int, repeat: int) -> None:
     )
 
 
+def reference(tokens: int, repeat: int) -> None:
+    """Print what a KL term to a frozen reference model adds: its weights, and one forward pass without a graph."""
+    ways = {"gspo": (tokens, True, True, False), "with KL": (tokens, True, True, True)}
+    plain, kl = steps(shared(tokens, 4), ways, repeat).values()
+    print(
+        f"\nGSPO with a KL term, 4x sharing, unique {tokens}: {kl.seconds / plain.seconds:4.2f} of the time without,"
+        f" peak {kl.mib:5.0f} MiB against {plain.mib:5.0f}",
+        flush=True,
+    )
+
+
 def long_path(tokens: int) -> None:
     """Print what windows do to one path."""
     path = branches(1, 0, tokens, 0.25)
-    whole = steps(path, {"": (tokens, True, True)}, 1)[""]
+    whole = steps(path, {"": (tokens, True, True, False)}, 1)[""]
     print(f"\none path of {tokens} tokens: whole {whole.mib:6.0f} MiB, {whole.seconds:6.1f} s", flush=True)
     for window in (tokens // 8, tokens // 32):
-        cut = steps(path, {"": (window, True, True)}, 1)[""]
+        cut = steps(path, {"": (window, True, True, False)}, 1)[""]
         print(
             f"  in windows of {window:6}: {cut.mib:6.0f} MiB, {cut.seconds:6.1f} s"
             f"  memory whole/windows {whole.mib / cut.mib:5.2f}  time windows/whole {cut.seconds / whole.seconds:4.2f}",
@@ -173,11 +191,13 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=65536, help="tokens of the long path; 0: leave it out")
     options = parser.parse_args()
     print(f"{sum(p.numel() for p in model().parameters()) / 1e6:.2f}M parameters, a micro-step an execution\n")
-    for tokens in options.tokens or [4096, 16384]:
+    sizes = options.tokens or [4096, 16384]
+    for tokens in sizes:
         many = [s for i in range(16) for s in branches(1, 0, tokens // 16, 0.25, seed=i)]
         compare("16 paths, no sharing", many, tokens, options.repeat)
         for sharing in (2, 4, 8):
             compare(f"{2 * sharing} paths, {sharing}x sharing", shared(tokens, sharing), tokens, options.repeat)
+    reference(sizes[0], options.repeat)
     if options.long:
         long_path(options.long)
 
