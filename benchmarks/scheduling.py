@@ -82,9 +82,10 @@ def random_workload(random: np.random.Generator, number: int) -> Workload:
 
 
 def sweep(count: int, seed: int) -> None:
-    """elastic-plus over elastic on random workloads."""
+    """elastic-plus over elastic on random workloads; 12 steps are so few that chance is worth a percent or two, so where
+    it is slower four more draws of the same workload say whether it always is."""
     random = np.random.default_rng(seed)
-    ratios, bounds = [], []
+    ratios, bounds, worst = [], [], 0.0
     for number in range(count):
         workload = random_workload(random, number)
         plus, elastic = compare(workload, ["elastic-plus", "elastic"])
@@ -93,12 +94,15 @@ def sweep(count: int, seed: int) -> None:
         bounds.append((plus.hours / plus.bound_hours, elastic.hours / elastic.bound_hours))
         if ratio > 1.01:
             w = workload
+            again = [ratio, *(_hours(w, "elastic-plus", k) / _hours(w, "elastic", k) for k in range(1000, 1004))]
+            worst = max(worst, statistics.fmean(again))
             print(
-                f"{w.name}: {ratio:.3f}, {w.cluster.cells} cells, staleness {w.run.max_staleness}, "
+                f"{w.name}: {ratio:.3f}, mean of 5 draws {statistics.fmean(again):.3f}, {w.cluster.cells} cells, staleness {w.run.max_staleness}, "
                 f"{w.run.queries_per_step} x {w.run.group_size}, time-outs {plus.timeouts} / {elastic.timeouts}, "
                 f"switches {plus.outcome.switches} / {elastic.outcome.switches}",
                 flush=True,
             )
+    print(f"worst mean of 5 draws: {worst:.3f}")
     ratios.sort()
     quantiles = {q: ratios[min(count - 1, int(q * count))] for q in (0.05, 0.25, 0.5, 0.75, 0.95)}
     print(
@@ -110,6 +114,10 @@ def sweep(count: int, seed: int) -> None:
     )
     for name, values in zip(("elastic-plus", "elastic"), zip(*bounds, strict=True), strict=True):
         print(f"  {name} over the lower bound: median {statistics.median(values):.2f}, worst {max(values):.2f}")
+
+
+def _hours(workload: Workload, policy: str, seed: int) -> float:
+    return Simulator(workload, Drawn(workload, seed), policy).run().hours
 
 
 def published() -> None:

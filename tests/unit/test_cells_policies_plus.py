@@ -31,7 +31,10 @@ def test_idle_trainers_roll_out_when_the_next_group_is_far_the_core_last() -> No
     assert moves(plus(), idle) == {"s1": "rollout"}  # one cell per execution is the most that helps
     assert moves(plus(), msgspec.structs.replace(idle, running=4)) == {"s1": "rollout", "core": "rollout"}
     assert moves(plus(), msgspec.structs.replace(idle, running=4, step_full=True)) == {"s1": "rollout"}
-    assert moves(plus(), msgspec.structs.replace(idle, next_group_s=0.9)) == {}  # sooner than a switch pays
+    assert moves(plus(), msgspec.structs.replace(idle, next_group_s=2.9)) == {}  # not much is gained before it comes
+    unserved = msgspec.structs.replace(idle, running=8, queued=1)
+    assert moves(plus(), msgspec.structs.replace(unserved, next_group_s=1.1)) == {"s1": "rollout"}
+    assert moves(plus(), msgspec.structs.replace(unserved, next_group_s=0.9)) == {}  # sooner than a switch pays
     assert moves(plus(), msgspec.structs.replace(idle, claimed_micro_steps=1)) == {}
     assert moves(plus(), msgspec.structs.replace(idle, running=0)) == {}
 

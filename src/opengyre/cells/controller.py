@@ -30,6 +30,7 @@ from opengyre.errors import CellError, OpenGyreError, RecordError, TransferError
 from opengyre.watch.events import EventLog
 
 TICK_S = 0.5  # cool-downs and leases run out without an event
+_PACED_TICK_S = (10.0, 0.05)  # of a paced cluster, as the simulator's; and at least so many of ours
 _MAX_RESTARTS = 5  # per cell and run; more is a defect, not an accident
 _KEPT_WEIGHTS = 2  # published versions: the current one, and the one that a slow pull may still be reading
 
@@ -72,6 +73,8 @@ class Controller:
         self._config, self._cluster, self._policy, self._events = config, cluster, policy, events
         self._work, self._restore_core, self._on_roles = work, restore_core, on_roles
         self._outlook = outlook
+        modelled_s, least_s = _PACED_TICK_S
+        self._tick_s = max(least_s, modelled_s / config.paced.speed) if config.paced.speed else TICK_S
         self._idle = IdleSteps()
         self._switch_costs: list[float] = []
         self._switches = 0
@@ -164,7 +167,7 @@ class Controller:
             try:
                 await self._publish()
             except CellError:  # the core is being replaced, and its replacement publishes
-                await self.pulse.after(seen, TICK_S)
+                await self.pulse.after(seen, self._tick_s)
         serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
         await asyncio.gather(*(self._pull_or_lose(cell) for cell in serving))
 
@@ -244,7 +247,7 @@ class Controller:
                 started = [action for action in decision.actions if self._begin(action, decision.reason)]
                 if started:
                     self._log(decision, started, snapshot)
-                await self.pulse.after(seen, TICK_S)
+                await self.pulse.after(seen, self._tick_s)
         except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
             self.fail(error)
 

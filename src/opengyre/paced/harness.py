@@ -1,7 +1,9 @@
 """The harness of paced workloads: model calls of given lengths, with waits between them. Standard library only.
 
-Reads its plan from stdin: {"turns": [{"sample": tokens, "read": text, "tool_s": seconds of ours}]}.
-Speaks OpenAI Chat Completions to OPENAI_BASE_URL; a failed call is repeated. Writes ``done`` when it came to its end.
+Reads its plan from stdin: {"ready": time, "turns": [{"sample": tokens, "read": text, "tool_s": seconds of ours}]}.
+``ready`` is when the first call is due, in seconds since the epoch: starting this process is part of the execution's
+boot, not on top of it. Speaks OpenAI Chat Completions to OPENAI_BASE_URL; a failed call is repeated. Writes ``done``
+when it came to its end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ SILENCE_S = 600.0  # a held call is kept alive by the proxy
 def main() -> None:
     """Run the plan."""
     messages = [{"role": "user", "content": "Begin."}]
-    for turn in json.load(sys.stdin)["turns"]:
+    plan = json.load(sys.stdin)
+    time.sleep(max(0.0, plan["ready"] - time.time()))
+    for turn in plan["turns"]:
         body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": turn["sample"]}
         messages.append({"role": "assistant", "content": call(body)})
         time.sleep(turn["tool_s"])

@@ -3,7 +3,8 @@
     Workload ─▶ Drawn.query(n) ─▶ scripts ─▶ one plan per execution ─▶ harness.py, through the real proxy
 
 Executions are the very ones that ``opengyre simulate`` draws from the same file and seed, so that a simulated and a
-paced run can be compared.
+paced run can be compared. The time that processes of ours take to start belongs to the boot and the evaluator's time of
+the workload, as far as it fits in there: it is no part of the cluster's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -31,9 +33,12 @@ from opengyre.simulate.workload import Drawn, Workload, load_workload
 HARNESS_FILE = Path(__file__).with_name("harness.py")
 _EXECUTION = re.compile(r"/x/q0*(\d+)-(\d+)-\d+$")  # query, member, attempt: executions/groups.py
 _EVALUATOR = """
-import json, pathlib, random, sys
-workspace, reward = map(pathlib.Path, sys.argv[1:])
-passed = (workspace / "done").exists() and random.Random(workspace.parent.name).random() < 0.5
+import json, pathlib, random, sys, time
+workspace, reward = map(pathlib.Path, sys.argv[1:3])
+done = workspace / "done"
+began = done.stat().st_mtime if done.exists() else time.time()
+time.sleep(max(0.0, float(sys.argv[3]) - (time.time() - began)))
+passed = done.exists() and random.Random(workspace.parent.name).random() < 0.5
 reward.write_text(json.dumps({"reward": float(passed), "checks": {}}))
 """
 
@@ -62,7 +67,9 @@ class PacedTasks:
         if e.timeout_h is not None and not e.timeout_pauses:
             raise ConfigError("false", where="executions.timeout_pauses", right="true: live deadlines stop while held")
         limit_s = 1e9 if e.timeout_h is None else e.timeout_h * 3600
-        self._deadlines = Deadlines(agent_s=limit_s / options.speed)
+        boot_s, self._score_s = e.boot_s / options.speed, e.score_s / options.speed
+        spare = Deadlines().evaluator_s  # for a process that is slow to start
+        self._deadlines = Deadlines(agent_s=limit_s / options.speed + boot_s, evaluator_s=self._score_s + spare)
         self._count = config.train
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -74,7 +81,7 @@ class PacedTasks:
             task_id=f"paced-{number:04d}",
             instruction="Follow the plan.",
             files={},
-            evaluator=[sys.executable, "-ISB", "{task}/evaluate.py", "{workspace}", "{reward}"],
+            evaluator=[sys.executable, "-ISB", "{task}/evaluate.py", "{workspace}", "{reward}", str(self._score_s)],
             evaluator_files={"evaluate.py": _EVALUATOR},
             deadlines=self._deadlines,
         )
@@ -110,7 +117,7 @@ class PacedHarness:
             }
             for turn in script.turns
         ]
-        return {"turns": turns}
+        return {"ready": time.time() + script.boot_s / o.speed, "turns": turns}
 
 
 def paced_config(

@@ -9,7 +9,8 @@ What differs from ``elastic``, by what it gains (benchmarks/scheduling.py; figur
 
 1. A trainer without a micro-step is no use to anybody. It rolls out, if the next group is further away than a switch
    there and back: an estimate from the ages of what runs (survival.py); without one, only executions that have no slot
-   count. More cells than the slots need are no waste: smaller batches decode faster, and a tail is all latency.
+   count. More cells than the slots need are no waste: smaller batches decode faster, and a tail is all latency. But
+   that gains little and half of the groups come before the estimate, so for this a group must be three switches away.
 2. The core rolls out like any other cell, from the moment its step has nothing to claim until something is.
 3. Of the cells that could go to training, the one goes that would move the fewest KV tokens.
 
@@ -22,6 +23,8 @@ decided elsewhere (samples/assemble.py), and ``admit`` can only take away from i
 """
 
 from __future__ import annotations
+
+import math
 
 from opengyre.cells.policies.base import (
     Action,
@@ -37,6 +40,7 @@ from opengyre.cells.state import CellState
 from opengyre.config import RunConfig
 
 _DEEP = 2  # a staleness bound from which on steps overlap enough that nothing waits for one step's training alone
+_SPREAD_PAIRS = 3  # switches there and back that the next group must be away, where nobody waits for a slot
 Verdict = tuple[list[Action], str]
 
 
@@ -100,9 +104,10 @@ class ElasticPlusPolicy:
             return None
         rollouts, pair_s = len(s.heading("rollout")), switch_pair_s(s, self._config)
         unserved = -(-demand // s.slots) - rollouts
-        if s.next_group_s is not None and s.next_group_s < pair_s and not s.step_full:
-            return [], f"a group is expected in {s.next_group_s:.1f} s, sooner than a switch pays"
-        calm = s.next_group_s is not None and not s.claimed_micro_steps
+        away_s = math.inf if s.step_full and s.next_group_s is not None else s.next_group_s  # to what can be trained
+        if away_s is not None and away_s < pair_s:
+            return [], f"a group is expected in {away_s:.1f} s, sooner than a switch pays"
+        calm = away_s is not None and away_s >= _SPREAD_PAIRS * pair_s and not s.claimed_micro_steps
         spread = demand - rollouts if calm else 0  # a cell per execution is the most that helps
         held = s.step_full or s.claimed_micro_steps or not s.step_open  # the core is needed at once
         idle = [c for c in s.training() if not (c.core and held)]
