@@ -82,8 +82,11 @@ def random_workload(random: np.random.Generator, number: int) -> Workload:
 
 
 def sweep(count: int, seed: int) -> None:
-    """elastic-plus over elastic on random workloads; 12 steps are so few that chance is worth a percent or two, so where
-    it is slower four more draws of the same workload say whether it always is."""
+    """elastic-plus over elastic on random workloads.
+
+    12 steps are so few that chance is worth a percent or two. Where it is slower, four more draws of the same workload
+    say whether it always is.
+    """
     random = np.random.default_rng(seed)
     ratios, bounds, worst = [], [], 0.0
     for number in range(count):
@@ -97,8 +100,9 @@ def sweep(count: int, seed: int) -> None:
             again = [ratio, *(_hours(w, "elastic-plus", k) / _hours(w, "elastic", k) for k in range(1000, 1004))]
             worst = max(worst, statistics.fmean(again))
             print(
-                f"{w.name}: {ratio:.3f}, mean of 5 draws {statistics.fmean(again):.3f}, {w.cluster.cells} cells, staleness {w.run.max_staleness}, "
-                f"{w.run.queries_per_step} x {w.run.group_size}, time-outs {plus.timeouts} / {elastic.timeouts}, "
+                f"{w.name}: {ratio:.3f}, mean of 5 draws {statistics.fmean(again):.3f}, "
+                f"{w.cluster.cells} cells, staleness {w.run.max_staleness}, {w.run.queries_per_step} x "
+                f"{w.run.group_size}, time-outs {plus.timeouts} / {elastic.timeouts}, "
                 f"switches {plus.outcome.switches} / {elastic.outcome.switches}",
                 flush=True,
             )
