@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -116,10 +119,36 @@ async def test_bodies_that_are_not_in_their_encoding(tmp_path):
     async with opened(tmp_path) as door:
         door.engine()
         body = b'{"messages":[{"role":"user","content":"go"}]}'
-        for encoding, status in (("gzip", 400), ("deflate", 415), ("identity", 200)):
+        packed = gzip.compress(body)
+        cases = [("gzip", body, 400), ("gzip", packed[:-9], 400), ("gzip", packed + b"x", 400), ("gzip", packed, 200)]
+        cases += [("deflate", body, 415), ("br", body, 415), ("x", body, 415), ("identity", body, 200)]
+        for encoding, sent, status in cases:
             headers = {"x-api-key": door.key, "Content-Encoding": encoding}
-            async with door.http.post(f"{door.url}/v1/messages", data=body, headers=headers) as response:
-                assert response.status == status
+            async with door.http.post(f"{door.url}/v1/messages", data=sent, headers=headers) as response:
+                assert response.status == status, (encoding, await response.text())
+                assert response.content_type == "application/json"
+        assert len(door.session.tree.calls()) == 2
+
+
+@pytest.mark.parametrize("encoding", ["br", "deflate", "gzip"])
+async def test_nothing_follows_the_head_of_an_answer_to_head(tmp_path, encoding):
+    """Whatever its body claims to be: what followed would be taken for the next answer."""
+    async with opened(tmp_path) as door:
+        where = urlsplit(door.url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = f"HEAD {where.path}/v1/messages HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n"
+        writer.write(f"{head}Authorization: Bearer {door.key}\r\nContent-Encoding: {encoding}\r\n\r\n{{}}".encode())
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 404 ") and answer.endswith(b"\r\n\r\n"), answer
+
+
+async def test_a_small_body_may_unpack_to_too_much(tmp_path):
+    async with opened(tmp_path) as door:
+        bomb, headers = gzip.compress(b" " * (65 << 20), 9), {"x-api-key": door.key, "Content-Encoding": "gzip"}
+        assert len(bomb) < 100_000
+        async with door.http.post(f"{door.url}/v1/messages", data=bomb, headers=headers) as response:
+            assert response.status == 413 and (await response.json())["error"]["type"] == "request_too_large"
 
 
 async def test_a_body_may_be_too_large(tmp_path):

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from opengyre.errors import OpenGyreError
 from opengyre.export.source import EVERY_LEAF, Choice
+from opengyre.proxy.body import read_body
 from opengyre.proxy.external import Closing, External, Opening
 from opengyre.proxy.refusals import Refusal
 from opengyre.record.types import Role
@@ -130,7 +131,7 @@ class AdminDoor:
 
 async def _body(request: web.Request, kind: type[T]) -> T:
     """The request's body; none is an empty one. Raises Refusal (400) naming the field."""
-    raw = await request.read()
+    raw = await read_body(request)
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:

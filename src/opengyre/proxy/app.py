@@ -22,6 +22,7 @@ from aiohttp import web
 
 from opengyre.config import ProxyConfig
 from opengyre.errors import ConfigError, OpenGyreError
+from opengyre.proxy.body import MAX_BODY_BYTES, read_body
 from opengyre.proxy.calls import CallDriver, LiveCall
 from opengyre.proxy.dialects import models
 from opengyre.proxy.dialects.base import Dialect, Emitter, Head, compact
@@ -35,8 +36,6 @@ from opengyre.proxy.session import Session, Sessions
 from opengyre.proxy.stream import TextStream
 from opengyre.record.types import Finish
 
-MAX_BODY_BYTES = 64 << 20  # 1M tokens are about 4 MB of text; images in a history take the rest
-ENCODINGS = ("identity", "gzip")  # of bodies; a broken deflate would be waited for for ever
 INLINE_BYTES = 16 << 10  # encoding takes about 1 us a byte; a longer one would delay every ping
 ASIDE_THREADS = 2  # long histories read for the first time; more threads would only take the interpreter from the loop
 SHUTDOWN_S = 2.0  # open answers get this long when the server stops
@@ -83,7 +82,9 @@ class ProxyServer:
     ) -> None:
         self._sessions, self._driver = sessions, driver
         app = make_app(sessions, driver, config, routes)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, auto_decompress=False
+        )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port. Raises ConfigError when it cannot be had."""
@@ -184,15 +185,7 @@ class _Door:
 
     async def _asked(self, request: web.Request, dialect: Dialect, session: Session) -> Asked:
         """The body, and how much of it is known."""
-        encoding = request.headers.get("Content-Encoding", "identity").lower()
-        if encoding not in ENCODINGS:
-            raise Refusal(f"Content-Encoding: {encoding!r} is none of {', '.join(ENCODINGS)}", status=415)
-        try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(f"more than {MAX_BODY_BYTES} bytes", status=413, kind="request_too_large") from None
-        except web.RequestPayloadError as error:
-            raise Refusal(f"the body cannot be read: {' '.join(str(error).split())}") from None
+        body = await read_body(request)
         line, cut = self._sessions.lines.find(session.execution_id, dialect.name, session.history.epoch, body)
         return Asked(dialect, body, line, cut)
 
