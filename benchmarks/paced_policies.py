@@ -20,11 +20,14 @@ from opengyre.paced.workload import paced_config
 from opengyre.run.preflight import prepare
 from opengyre.run.train import train
 from opengyre.simulate.compare import compare
-from opengyre.simulate.workload import load_workload
+from opengyre.simulate.script import Script
+from opengyre.simulate.workload import Drawn, load_workload
 from opengyre.watch.events import read
 
 WORKLOAD = "qwen3.8-2.4t"
 CELLS, QUERIES, GROUP, SLOTS = 8, 4, 8, 8
+TOKEN_SCALE = 512.0
+TEMPLATE_TOKENS = 8.5  # a turn's of the shipped policy's chat template, as recorded
 SHAPE: dict[str, Any] = {
     "cluster.cells": CELLS,
     "cluster.slots": SLOTS,
@@ -38,15 +41,20 @@ SHAPE: dict[str, Any] = {
 
 
 def shape(steps: int) -> dict[str, Any]:
-    """Changes to the workload file, training speed included: real tokens are what real executions sample."""
+    """Changes to the workload file. Training speed is among them: what the executions' real tokens, chat template
+    included, take to train is what the workload says that it takes."""
     change = SHAPE | {"run.steps": steps}
     w = load_workload(WORKLOAD).change(**change)
-    e = w.executions
-    sampled = w.executions.median_h * 3600 * e.model_share / w.reference_token_s
-    unique = sampled * (1 + e.prompt_per_sampled)
-    mean = 1.25  # mean over median of these durations, capped at the time-out
-    tokens = QUERIES * GROUP * unique * mean
-    return change | {"cost.train_tokens_per_s": tokens / (w.training.cell_hours_per_step * 3600)}
+    scripts = [script for number in range(steps * QUERIES) for script in Drawn(w).query(number)]
+    real = sum(_real_tokens(script) for script in scripts)
+    seconds = sum(script.train_tokens for script in scripts) / w.cost.train_tokens_per_s
+    return change | {"cost.train_tokens_per_s": real / seconds}
+
+
+def _real_tokens(script: Script) -> float:
+    """Modelled tokens of an execution's recorded tree: what is sampled and read, but for what is read last."""
+    text = sum(turn.tokens + turn.prompt_tokens for turn in script.turns) - script.turns[-1].prompt_tokens
+    return text + TOKEN_SCALE * TEMPLATE_TOKENS * len(script.turns)
 
 
 def hours(run: Path) -> tuple[float, int, int]:
@@ -63,10 +71,16 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=120.0, help="modelled seconds in one of ours")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--policy", action="append", help="elastic, elastic-plus, colocate, async")
+    parser.add_argument("--lose", action="append", default=[], metavar="CELL=HOUR", help="lose a cell, in both")
     parser.add_argument("--out", type=Path, help="keep the run folders here")
     options = parser.parse_args()
     policies = options.policy or ["elastic", "elastic-plus", "colocate", "async"]
     change = shape(options.steps)
+    lost: dict[str, list[float]] = {}
+    for one in options.lose:
+        cell, _, hour = one.partition("=")
+        lost.setdefault(cell, []).append(float(hour))
+    change["cluster.lost_at_h"] = lost
     for policy in ("async", "lend"):
         change[f"policies.{policy}"] = {"train_cells": 1}  # with the core 2 of 8, as 1 of 4
     simulated = {row.policy: row for row in compare(load_workload(WORKLOAD).change(**change), policies)}
@@ -75,7 +89,11 @@ def main() -> None:
     for policy in policies:
         run = out / policy
         train(
-            prepare(paced_config(WORKLOAD, policy, run, speed=options.speed, change=change), run, resume=False),
+            prepare(
+                paced_config(WORKLOAD, policy, run, speed=options.speed, token_scale=TOKEN_SCALE, change=change),
+                run,
+                resume=False,
+            ),
             _Quiet(),
         )
         took, trained, late = hours(run)

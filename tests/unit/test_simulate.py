@@ -20,6 +20,7 @@ from opengyre.simulate.outcome import Outcome
 from opengyre.simulate.plan import Choice, choices, plan
 from opengyre.simulate.recorder import Recorder
 from opengyre.simulate.script import Execution, Query, Script, Turn
+from opengyre.simulate.sensitivity import lines
 from opengyre.simulate.serving import Engine
 from opengyre.simulate.simulator import SimulationError, Simulator
 from opengyre.simulate.trace import UNLIMITED, Played, Recorded
@@ -343,3 +344,14 @@ def test_a_recorded_run_trains_what_its_j_max_picks() -> None:
     assert [one.train_tokens for one in recorded.drawn(workload, None).query(0)] == [100.0, 40.0]
     outcome = Simulator(workload, recorded.drawn(workload, 0), "elastic").run()
     assert outcome.steps == 4
+
+
+def test_a_table_of_assumptions_shows_what_published_bands_refute() -> None:
+    assumption = {"key": "run.queries_per_step", "low": 2.0, "high": 4.0, "fitted": True, "why": "a guess"}
+    workload = small(assumptions=[assumption], **{"published.ratios": {"async": (5.0, 9.0), "elastic": (1.0, 1.0)}})
+    head, _, *rows = lines(workload, ["elastic", "async"])
+    assert head == "| assumption | value | elastic, h | async, h | async / elastic | elastic / elastic |"
+    assert [row.split(" | ")[1] for row in rows] == ["", "2", "4"]
+    assert all("`run.queries_per_step` (fitted)" in row for row in rows[1:])
+    assert all(" | (" in row and row.endswith(" | 1.00 |") for row in rows)
+    assert next(lines(workload, ["async"])) == "| assumption | value | async, h |"

@@ -63,7 +63,8 @@ class Engine:
     def advance(self, now: float) -> None:
         """Count the steps done until now."""
         if now > self.t:
-            self.steps += (now - self.t) / self.step_s
+            if self.calls:  # an empty batch may take no time at all, and goes nowhere
+                self.steps += (now - self.t) / self.step_s
             self.t = now
 
     def next_end(self) -> float | None:

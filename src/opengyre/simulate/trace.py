@@ -199,7 +199,7 @@ class Trace:
             switches[direction] = statistics.median(took) if took else switches[direction]
         commit_s, publish_s = self._commit()
         return CostModel(
-            decode_base_s=base_s,
+            decode_base_s=max(base_s, 1 / _FAST),
             decode_call_s=call_s,
             prefill_tokens_per_s=1 / prompt_s if prompt_s > 1 / _FAST else _FAST,
             train_tokens_per_s=1 / token_s if token_s > 1 / _FAST else _FAST,
