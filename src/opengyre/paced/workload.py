@@ -33,14 +33,15 @@ from opengyre.simulate.workload import Drawn, Workload, load_workload
 HARNESS_FILE = Path(__file__).with_name("harness.py")
 _EXECUTION = re.compile(r"/x/q0*(\d+)-(\d+)-\d+$")  # query, member, attempt: executions/groups.py
 _EVALUATOR = """
-import json, pathlib, random, sys, time
-workspace, reward = map(pathlib.Path, sys.argv[1:3])
-done = workspace / "done"
-began = done.stat().st_mtime if done.exists() else time.time()
-time.sleep(max(0.0, float(sys.argv[3]) - (time.time() - began)))
-passed = done.exists() and random.Random(workspace.parent.name).random() < 0.5
-reward.write_text(json.dumps({"reward": float(passed), "checks": {}}))
-"""
+import os, sys, time, zlib
+workspace, reward, score_s = sys.argv[1:]
+done = os.path.join(workspace, "done")
+began = os.stat(done).st_mtime if os.path.exists(done) else time.time()
+time.sleep(max(0.0, float(score_s) - (time.time() - began)))
+passed = os.path.exists(done) and zlib.crc32(os.path.basename(os.path.dirname(workspace)).encode()) % 2
+with open(reward, "w") as file:
+    file.write('{"reward": %.1f, "checks": {}}' % passed)
+"""  # imports as little as possible: they take longer than the rest
 
 
 class Options(msgspec.Struct, frozen=True):
