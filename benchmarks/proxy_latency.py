@@ -24,7 +24,9 @@ def main() -> None:
     options.add_argument("--tokens", type=int, nargs="+", default=[1_000, 16_000, 64_000, 256_000])
     told = options.parse_args()
     rows = {}
-    print("tokens     direct p50/p99 ms     added p50/p99 ms     matching p50/p99 ms     recording p50/p99 ms")
+    print(
+        "tokens     direct p50/p99 ms     added p50/p99 ms     matching p50/p99 ms     recording p50/p99 ms   CPU of both"
+    )
     with process(stub_engine) as (_, _, port):
         engine = f"http://127.0.0.1:{port}"
         names = [str(tokens) for tokens in told.tokens]
@@ -32,14 +34,12 @@ def main() -> None:
             for tokens in told.tokens:
                 rows[tokens] = asyncio.run(measure(engine, pipe, opened[str(tokens)], tokens, told.calls))
     first, last = rows[told.tokens[0]], rows[told.tokens[-1]]
-    for i, what in enumerate(("added", "matching", "recording", "matching and recording")):
+    for i, what in enumerate(("added", "matching", "recording", "matching and recording", "CPU of the two")):
         print(f"{what:22} at {told.tokens[-1]:,} tokens {last[i] / first[i]:5.2f} x that at {told.tokens[0]:,}")
 
 
-async def measure(
-    engine: str, pipe: Connection, opened: tuple[str, str], tokens: int, calls: int
-) -> tuple[float, float, float, float]:
-    """Medians in ms: added, matching, recording, the two together."""
+async def measure(engine: str, pipe: Connection, opened: tuple[str, str], tokens: int, calls: int) -> tuple[float, ...]:
+    """Medians in ms: added, matching, recording, the two together, CPU time of the two."""
     talk = Talk(Words(), tokens, opened[0] + "/v1", opened[1])
     ids = msgspec.json.encode({"input_ids": np.random.default_rng(0).integers(0, 4000, tokens).tolist()})
     async with client() as http:
@@ -54,11 +54,11 @@ async def measure(
     inside = spent(pipe)
     added = [a - percentile(straight, 50) for a in through]
     columns = [straight, added, inside.matching, inside.recording]
-    print(
-        f"{tokens:7,}" + "".join(f"{1000 * percentile(c, 50):14.2f} /{1000 * percentile(c, 99):7.2f}" for c in columns)
-    )
     both = [m + r for m, r in zip(inside.matching, inside.recording, strict=True)]
-    return (*(1000 * percentile(c, 50) for c in columns[1:]), 1000 * percentile(both, 50))  # type: ignore[return-value]
+    cpu = [m + r for m, r in zip(inside.matching_cpu, inside.recording_cpu, strict=True)]
+    shown = "".join(f"{1000 * percentile(c, 50):14.2f} /{1000 * percentile(c, 99):7.2f}" for c in columns)
+    print(f"{tokens:7,}{shown}{1000 * percentile(cpu, 50):14.2f}", flush=True)
+    return tuple(1000 * percentile(c, 50) for c in (*columns[1:], both, cpu))
 
 
 async def direct(http: aiohttp.ClientSession, engine: str, ids: bytes) -> float:

@@ -159,10 +159,18 @@ class Spent:
 
     matching: list[float] = field(default_factory=list)
     recording: list[float] = field(default_factory=list)
+    matching_cpu: list[float] = field(default_factory=list)  # of all threads: means something with one call at a time
+    recording_cpu: list[float] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)  # the loop's CPU time until a timer of 10 ms was heard
     walks: list[float] = field(default_factory=list)  # CPU seconds of the cycle collector going through all it knows
     _began: float = 0.0
+
+    def clear(self) -> None:
+        """Begin anew."""
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(self, name, [])
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
         """A callback of the cycle collector."""
@@ -202,7 +210,7 @@ def our_proxy(pipe: Connection, engine_url: str | None, executions: list[str], f
                     pipe.send(_rss())
                 case ("spent",):
                     pipe.send(spent)
-                    spent.matching, spent.recording, spent.lag, spent.busy, spent.walks = [], [], [], [], []
+                    spent.clear()
                 case ("tracked",):
                     pipe.send(len(gc.get_objects()))
                 case ("tokens", name):
@@ -231,24 +239,27 @@ def _rss() -> int:
 def _instrument(spent: Spent) -> None:
     """Time what is claimed not to grow: finding, reading, matching and rendering a request; recording a call."""
     find, prepare, record = Lines.find, door.prepare, CallDriver._record
-    finding = [0.0]
+    finding = (0.0, 0.0)
 
     def timed_find(*args: Any) -> Any:
-        began = time.perf_counter()
+        nonlocal finding
+        began, used = time.perf_counter(), time.process_time()
         found = find(*args)
-        finding[0] = time.perf_counter() - began
+        finding = time.perf_counter() - began, time.process_time() - used
         return found
 
     def timed_prepare(*args: Any) -> Any:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         prepared = prepare(*args)
         spent.matching.append(time.perf_counter() - began + finding[0])
+        spent.matching_cpu.append(time.process_time() - used + finding[1])
         return prepared
 
     async def timed_record(*args: Any) -> None:
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         await record(*args)
         spent.recording.append(time.perf_counter() - began)
+        spent.recording_cpu.append(time.process_time() - used)
 
     Lines.find, door.prepare, CallDriver._record = timed_find, timed_prepare, timed_record  # type: ignore[method-assign]
 
