@@ -24,9 +24,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, nargs="+", default=[1_000, 16_000, 64_000, 256_000])
     told = options.parse_args()
     rows = {}
-    print(
-        "tokens     direct p50/p99 ms     added p50/p99 ms     matching p50/p99 ms     recording p50/p99 ms   CPU of both"
-    )
+    print("tokens     direct p50/p99 ms     added p50/p99 ms     matching p50/p99 ms     recording p50/p99 ms   CPU ms")
     with process(stub_engine) as (_, _, port):
         engine = f"http://127.0.0.1:{port}"
         names = [str(tokens) for tokens in told.tokens]

@@ -12,6 +12,8 @@ from opengyre.proxy.conversation import Message, Text, Thinking, ToolCall, ToolR
 from opengyre.proxy.dialects.messages import Messages
 from opengyre.proxy.history import History
 from opengyre.proxy.lines import Note
+from opengyre.proxy.reply import mint_for, signature, stem
+from opengyre.record.call import STEM
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 REWRITTEN = json.loads((GOLDEN / "claude_code" / "rewritten_turns.json").read_text())
@@ -108,6 +110,21 @@ def test_an_undelivered_turn_is_not_taken_for_the_delivered_one():
     history.remember(key, kept, delivered=True)
     history.remember(key, lost, delivered=False)
     assert read(history, USER, Message("assistant", (Text("Done."),))).messages[1] == kept
+
+
+def test_minted_ids_name_their_call_and_no_others_do():
+    call_id = "0123456789abcdef" * 2
+    mint = mint_for(call_id)
+    minted = [mint(), mint(), signature(call_id)]
+    assert len(set(minted)) == 3 and {stem(name) for name in minted} == {call_id[:STEM]}
+    foreign = [
+        "",
+        "toolu_01A09q90qw90lq917835lq9",
+        "call_0123456789abcdef01230000",
+        f"toolu_{call_id[:STEM]}",
+        "gyre_1",
+    ]
+    assert [stem(name) for name in foreign] == [None] * len(foreign)
 
 
 def test_of_turns_in_one_place_the_first_that_was_seen_stays():
