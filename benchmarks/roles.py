@@ -57,7 +57,8 @@ def share(pairs: Counter[Pair], role: str, side: int) -> str:
 def report(folder: Path) -> bool:
     """Print the table; True if every harness's own rule is right about every leaf."""
     right = True
-    print(f"{'harness':<16} {'role':<18} {'leaves':>6} {'precision':>9} {'recall':>9}   {'generic rule':>19}")
+    columns = f"{'leaves':>6} {'right':>6} {'precision':>9} {'recall':>9}   {'generic rule':>19}"
+    print(f"{'harness':<16} {'role':<18} {columns}")
     for kind in sorted(p.name for p in folder.iterdir() if p.is_dir()):
         own = judged(folder, kind)
         with patch.object(rules, "FAMILIES", {"": rules.generic}):
@@ -65,7 +66,8 @@ def report(folder: Path) -> bool:
         for role in Role:
             leaves = sum(n for (truth, _), n in own.items() if truth == role)
             row = [share(own, role, 1), share(own, role, 0), share(generic, role, 1), share(generic, role, 0)]
-            print(f"{kind:<16} {role.value:<18} {leaves:>6} {row[0]} {row[1]}   {row[2]} {row[3]}")
+            counts = f"{leaves:>6} {own[role.value, role.value]:>6}"
+            print(f"{kind:<16} {role.value:<18} {counts} {row[0]} {row[1]}   {row[2]} {row[3]}")
         right &= all(truth == said for truth, said in own)
     return right
 
