@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
 
+from opengyre.cells.measured import Measured
 from opengyre.cells.policies import make_policy
 from opengyre.cells.policies import survival as survival_module
 from opengyre.cells.policies.base import IdleSteps, wants_outlook
@@ -37,6 +40,18 @@ def test_idle_trainers_roll_out_when_the_next_group_is_far_the_core_last() -> No
     assert moves(plus(), msgspec.structs.replace(unserved, next_group_s=0.9)) == {}  # sooner than a switch pays
     assert moves(plus(), msgspec.structs.replace(idle, claimed_micro_steps=1)) == {}
     assert moves(plus(), msgspec.structs.replace(idle, running=0)) == {}
+
+
+def test_trainers_stay_for_groups_that_are_ready_if_the_commit_is_shorter_than_a_switch() -> None:
+    full = see(cells(TRAINING, ROLLOUT, ROLLOUT), running=4, next_group_s=60.0, step_full=True, ready_groups=2)
+    assert moves(plus(), msgspec.structs.replace(full, commit_s=0.9)) == {}
+    assert moves(plus(), msgspec.structs.replace(full, commit_s=1.1)) == {"s1": "rollout"}
+    assert moves(plus(), full) == {}  # not known
+    queued = msgspec.structs.replace(full, running=8, queued=1)
+    assert moves(plus(), queued) == {"s1": "rollout"}
+    computing = {"claimed_micro_steps": 1, "micro_step_s": 0.5}
+    assert moves(plus(), msgspec.structs.replace(queued, commit_s=0.4, **computing)) == {}
+    assert moves(plus(), msgspec.structs.replace(queued, commit_s=0.6, **computing)) == {"s1": "rollout"}
 
 
 def test_without_an_estimate_only_executions_without_a_slot_count() -> None:
@@ -82,6 +97,20 @@ def test_where_steps_do_not_overlap_the_waterlevel_rule_stands_and_the_core_help
     assert moves(policy, msgspec.structs.replace(full, queued=0)) == {}
     assert moves(policy, msgspec.structs.replace(full, next_group_s=None)) == {}  # missing is not far away
     assert moves(policy, msgspec.structs.replace(full, ready_groups=1)) == {}
+
+
+def test_what_a_commit_takes_is_measured_from_its_last_micro_step_to_the_next_step() -> None:
+    measured, step = Measured(), SimpleNamespace(complete=False)
+    measured.see(step, 1.0)
+    step.complete = True
+    measured.see(step, 2.0)
+    measured.see(step, 3.0)  # nothing new
+    assert (measured.commit_s, measured.switch_cost_s) == (None, None)
+    measured.see(None, 4.0)
+    measured.opened(4.5)
+    measured.opened(9.0)  # a run's first step follows no commit
+    measured.switched(0.25)
+    assert (measured.commit_s, measured.switch_cost_s, measured.switches) == (2.5, 0.25, 1)
 
 
 # -- colocate ---------------------------------------------------------------------------------------------------------

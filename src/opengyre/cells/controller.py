@@ -11,13 +11,13 @@ controller: calls and claims go on while a switch is under way.
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
 
 from opengyre.cells.live import LiveCell, Published, Switch
+from opengyre.cells.measured import Measured
 from opengyre.cells.policies.base import Action, CellView, Decision, IdleSteps, Policy, Snapshot, wants_outlook
 from opengyre.cells.policies.survival import Outlook
 from opengyre.cells.pulse import Pulse
@@ -76,8 +76,7 @@ class Controller:
         modelled_s, least_s = _PACED_TICK_S
         self._tick_s = max(least_s, modelled_s / config.paced.speed) if config.paced.speed else TICK_S
         self._idle = IdleSteps()
-        self._switch_costs: list[float] = []
-        self._switches = 0
+        self._measured = Measured()
         self._version = -1  # the committed one; -1 until the core has said what the run stands on
         self._publications = 0
         self._kept: list[str] = []
@@ -153,6 +152,7 @@ class Controller:
     def open(self, step: OpenStep) -> None:
         """``step`` takes gradients from now on."""
         self.open_step = step
+        self._measured.opened(self._events.now)
         self.pulse.beat()
 
     def committed(self, version: int) -> None:
@@ -188,6 +188,7 @@ class Controller:
     def snapshot(self) -> Snapshot:
         """What the policy sees."""
         work, step = self._work(), self.open_step
+        self._measured.see(step, self._events.now)
         outlook = self._outlook(work.missing_groups) if wants_outlook(self._policy) else Outlook()
         snapshot = Snapshot(
             now=self._events.now,
@@ -218,8 +219,9 @@ class Controller:
             step_open=step is not None,
             step_full=step is not None and step.closed,
             version=self.published.version,
-            switch_cost_s=statistics.median(self._switch_costs) if self._switch_costs else None,
-            switches=self._switches,
+            commit_s=self._measured.commit_s,
+            switch_cost_s=self._measured.switch_cost_s,
+            switches=self._measured.switches,
         )
         return self._idle.note(snapshot)
 
@@ -300,8 +302,7 @@ class Controller:
             self._broken(cell, reason)
 
     def _switched(self, cell: LiveCell, switch: Switch) -> None:
-        self._switch_costs = [*self._switch_costs[-20:], switch.total_s]
-        self._switches += 1
+        self._measured.switched(switch.total_s)
         self._events.emit(
             "switch",
             cell=cell.name,

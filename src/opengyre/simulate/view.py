@@ -49,6 +49,7 @@ class View:
                 step_eta_s=outlook.step_eta_s,
                 next_group_s=outlook.next_group_s,
                 version=version,
+                commit_s=sim.cost.commit_s + sim.cost.publish_s if version else None,
                 switch_cost_s=sim.cost.switch_pair_s / 2 if pool.switches else None,
                 switches=pool.switches,
             )

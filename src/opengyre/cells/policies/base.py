@@ -60,6 +60,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     micro_step_s: float | None = None  # what one takes, measured
     step_eta_s: float | None = None  # until the open step has all its groups, estimated
     next_group_s: float | None = None  # until the next group completes, estimated
+    commit_s: float | None = None  # from the last counted micro-step of a step until the next one is open, measured
     switch_cost_s: float | None = None  # what one switch takes, measured
     switches: int = 0
     trainer_idle_steps: int = 0  # steps so far in which a training cell waited for groups

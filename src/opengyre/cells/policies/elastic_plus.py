@@ -104,10 +104,10 @@ class ElasticPlusPolicy:
             return None
         rollouts, pair_s = len(s.heading("rollout")), switch_pair_s(s, self._config)
         unserved = -(-demand // s.slots) - rollouts
-        away_s = math.inf if s.step_full and s.next_group_s is not None else s.next_group_s  # to what can be trained
+        away_s, pairs = self._work_s(s)
         if away_s is not None and away_s < pair_s:
-            return [], f"a group is expected in {away_s:.1f} s, sooner than a switch pays"
-        calm = away_s is not None and away_s >= _SPREAD_PAIRS * pair_s and not s.claimed_micro_steps
+            return [], f"something to train is expected in {away_s:.1f} s, sooner than a switch pays"
+        calm = away_s is not None and away_s >= pairs * pair_s and not s.claimed_micro_steps
         spread = demand - rollouts if calm else 0  # a cell per execution is the most that helps
         held = s.step_full or s.claimed_micro_steps or not s.step_open  # the core is needed at once
         idle = [c for c in s.training() if not (c.core and held)]
@@ -119,6 +119,17 @@ class ElasticPlusPolicy:
         return [
             Action(c.name, "rollout") for c in moving
         ], f"nothing to train (next group: {wait}), {demand} executions"
+
+    def _work_s(self, s: Snapshot) -> tuple[float | None, int]:
+        """(Seconds until there is something to train, None if not known; how many switches that must be worth where
+        nobody waits for a slot). Groups that are ready are trained from the next commit on, and what a commit takes is
+        measured, no guess."""
+        if s.ready_groups:
+            computing_s = (s.micro_step_s or 0.0) if s.claimed_micro_steps else 0.0
+            return (None if s.commit_s is None else s.commit_s + computing_s), 1
+        if s.step_full and s.next_group_s is not None:
+            return math.inf, 1
+        return s.next_group_s, _SPREAD_PAIRS
 
     def _out(self, s: Snapshot, demand: int) -> Verdict | None:
         """One cell whose slots nobody needs goes to micro-steps that nobody is coming for."""
