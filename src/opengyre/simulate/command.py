@@ -192,13 +192,17 @@ def _plan_table(found: list[Planned]) -> list[str]:
     for p in found:
         c = p.choice
         split = f" ({c.train_cells + 1} train)" if c.policy == "async" else ""
-        hours, gpu = _span(p.step_hours, clock), _span(p.gpu_hours, lambda hours: f"{hours:.3g}")
+        hours, gpu = _span(p.step_hours, clock), _span(p.gpu_hours, _hours)
         staleness = f"{p.staleness:.1f} of {c.max_staleness}"
         values = [c.j_max or "as is", c.policy + split, str(c.cells), str(c.slots), staleness, hours, gpu]
         values.append(_span(p.ratio, lambda ratio: f"{ratio:.2f}"))
         rows.append([*values, f"{p.efficiency:.1%}", f"{p.timeouts:.1%}"])
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def _span(values: tuple[float, float, float], form: Callable[[float], str]) -> str:
