@@ -114,12 +114,10 @@ class Forward:
         device = self._model.device
         longest = max(len(s.ids) for s in packed.samples)
         ids = np.zeros((len(packed.samples), longest), np.int64)
-        real = np.zeros_like(ids)
         for row, sample in enumerate(packed.samples):
             ids[row, : len(sample.ids)] = sample.ids
-            real[row, : len(sample.ids)] = 1
-        mask = torch.from_numpy(real).to(device)
-        states = self._states(self._entry(), torch.from_numpy(ids).to(device), attention_mask=mask)
+        # No mask: what pads a row comes after all of it, and a causal model does not look ahead.
+        states = self._states(self._entry(), torch.from_numpy(ids).to(device))
         places = [row * longest + np.flatnonzero(s.mask) - 1 for row, s in enumerate(packed.samples)]
         flat = states.flatten(0, 1).index_select(0, torch.from_numpy(np.concatenate(places)).to(device))
         return self._project(flat, torch.from_numpy(packed.labels).to(device))
