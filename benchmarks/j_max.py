@@ -46,8 +46,8 @@ from opengyre.training.torch_trainer import TorchTrainer
 POLICY = HARNESS_FILE.parent / "policy"
 CAPS = {"1": 1, "5": 5, "none": sys.maxsize}
 BUDGET, ROW = 8192, 1 << 17  # the defaults of a run
-COMPACT_AT, MAX_TOKENS, MAX_TURNS = 900, 200, 40
-MAIN_ENDS, SUB_ENDS, DELEGATES = 0.03, 0.2, 0.2  # chances a turn
+COMPACT_AT, MAX_TOKENS, MAX_TURNS = 1500, 200, 40
+MAIN_ENDS, SUB_ENDS, DELEGATES = 0.03, 0.2, 0.08  # chances a turn
 WORDS = ("fix", "test", "parse", "write", "check", "read", "loop", "line", "list", "error", "return", "module", "cache")
 
 # Rewards differ within a group, as the work does.
