@@ -99,7 +99,11 @@ class Trace:
             raise RecordError("has no committed step", where=str(run_dir), right="a run with at least one")
         self._micro_tokens = [e["tokens"] for e in self.kinds["micro_step"] if e["state"] == "claimed"]
         self._picker = load_picker(self.config.samples.picker)
-        self.source = Recorded(self._groups(), str(self.config.samples.j_max))
+        groups = self._groups()
+        self._call_s, *self._decoding = self._decode()
+        self.source = Recorded(
+            [[self._later(one) for one in group] for group in groups], str(self.config.samples.j_max)
+        )
         self.wall_s = steps[-1]["t"] - self.kinds["query"][0]["t"]
 
     def workload(self) -> Workload:
@@ -186,11 +190,16 @@ class Trace:
             turns.append(Turn(max(1, call.sampled_tokens), new, context, max(0.0, then - meta.ended_s)))
         return Script(max(0.0, calls[0].meta.started_s - began), tuple(turns), max(0.0, done["t"] - scoring), 0.0)
 
+    def _later(self, played: Played) -> Played:
+        """What a call takes besides its engine's time, counted with the tools: no other call waits for it."""
+        turns = tuple(turn._replace(tool_s=turn.tool_s + self._call_s) for turn in played.script.turns)
+        return played._replace(script=played.script._replace(turns=turns))
+
     # --- costs
 
     def cost(self) -> CostModel:
         """What the run's cells took, measured."""
-        base_s, call_s, prompt_s = self._decode()
+        base_s, call_s, prompt_s = self._decoding
         fixed_s, token_s = self._training()
         switches = {"rollout>train": self.config.schedule.switch_cost_s / 2}
         switches["train>rollout"] = switches["rollout>train"]
@@ -213,9 +222,10 @@ class Trace:
             kv_tokens_per_s=_FAST,  # part of the switch
         )
 
-    def _decode(self) -> tuple[float, float, float]:
-        """Least squares over the calls: seconds = tokens (base + per call x calls beside it) + per token x prompts that
-        its cell took in meanwhile, its own among them. The same terms as in serving.py."""
+    def _decode(self) -> list[float]:
+        """Least squares over the calls: seconds = fixed + tokens (base + per call x calls beside it) + per token x
+        prompts that its cell took in meanwhile, its own among them. But for the first, the same terms as in serving.py;
+        the fixed part is rendering, the wire, and waiting for a free core."""
         calls = np.array([c[:4] for c in self._calls], dtype=np.float64)
         cells = np.array([c[4] for c in self._calls])
         start, end, tokens, prompt = calls.T
@@ -228,9 +238,8 @@ class Trace:
             so_far = np.concatenate([[0.0], np.cumsum(prompt[at][order])])
             first, last = np.searchsorted(s[order], s, side="left"), np.searchsorted(s[order], e, side="right")
             taken_in[at] = so_far[last] - so_far[first]
-        columns = np.stack([tokens, tokens * beside, taken_in], axis=1)
-        base_s, call_s, prompt_s = _non_negative(columns, end - start)
-        return base_s, call_s, prompt_s
+        columns = np.stack([np.ones(len(calls)), tokens, tokens * beside, taken_in], axis=1)
+        return _non_negative(columns, end - start)
 
     def _training(self) -> tuple[float, float]:
         """Micro-step seconds = fixed + tokens x per token."""
