@@ -11,6 +11,7 @@ What differs from ``elastic``, by what it gains (benchmarks/scheduling.py; figur
    there and back: an estimate from the ages of what runs (survival.py); without one, only executions that have no slot
    count. More cells than the slots need are no waste: smaller batches decode faster, and a tail is all latency. But
    that gains little and half of the groups come before the estimate, so for this a group must be three switches away.
+   For groups that are ready it stays, if the commit (measured) is shorter than a switch there and back.
 2. The core rolls out like any other cell, from the moment its step has nothing to claim until something is.
 3. Of the cells that could go to training, the one goes that would move the fewest KV tokens.
 
