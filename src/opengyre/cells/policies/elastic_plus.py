@@ -11,7 +11,7 @@ What differs from ``elastic``, by what it gains (benchmarks/scheduling.py; figur
    there and back: an estimate from the ages of what runs (survival.py); without one, only executions that have no slot
    count. More cells than the slots need are no waste: smaller batches decode faster, and a tail is all latency. But
    that gains little and half of the groups come before the estimate, so for this a group must be three switches away.
-   For groups that are ready it stays, if the commit (measured) is shorter than a switch there and back.
+   With groups ready it helps such a tail only if the commit (measured) takes longer than a switch there and back.
 2. The core rolls out like any other cell, from the moment its step has nothing to claim until something is.
 3. Of the cells that could go to training, the one goes that would move the fewest KV tokens.
 
@@ -24,8 +24,6 @@ decided elsewhere (samples/assemble.py), and ``admit`` can only take away from i
 """
 
 from __future__ import annotations
-
-import math
 
 from opengyre.cells.policies.base import (
     Action,
@@ -105,10 +103,9 @@ class ElasticPlusPolicy:
             return None
         rollouts, pair_s = len(s.heading("rollout")), switch_pair_s(s, self._config)
         unserved = -(-demand // s.slots) - rollouts
-        away_s, pairs = self._work_s(s)
-        if away_s is not None and away_s < pair_s:
-            return [], f"something to train is expected in {away_s:.1f} s, sooner than a switch pays"
-        calm = away_s is not None and away_s >= pairs * pair_s and not s.claimed_micro_steps
+        if s.next_group_s is not None and s.next_group_s < pair_s and not s.step_full:
+            return [], f"a group is expected in {s.next_group_s:.1f} s, sooner than a switch pays"
+        calm = self._calm(s, pair_s)
         spread = demand - rollouts if calm else 0  # a cell per execution is the most that helps
         held = s.step_full or s.claimed_micro_steps or not s.step_open  # the core is needed at once
         idle = [c for c in s.training() if not (c.core and held)]
@@ -121,16 +118,14 @@ class ElasticPlusPolicy:
             Action(c.name, "rollout") for c in moving
         ], f"nothing to train (next group: {wait}), {demand} executions"
 
-    def _work_s(self, s: Snapshot) -> tuple[float | None, int]:
-        """(Seconds until there is something to train, None if not known; how many switches that must be worth where
-        nobody waits for a slot). Groups that are ready are trained from the next commit on, and what a commit takes is
-        measured, no guess."""
+    def _calm(self, s: Snapshot, pair_s: float) -> bool:
+        """Whether nothing can be trained for so long that cells help where nobody waits for a slot. Groups that are
+        ready are trained from the next commit on, and what that takes is measured, no guess."""
+        if s.claimed_micro_steps or s.next_group_s is None:
+            return False
         if s.ready_groups:
-            computing_s = (s.micro_step_s or 0.0) if s.claimed_micro_steps else 0.0
-            return (None if s.commit_s is None else s.commit_s + computing_s), 1
-        if s.step_full and s.next_group_s is not None:
-            return math.inf, 1
-        return s.next_group_s, _SPREAD_PAIRS
+            return s.commit_s is not None and s.commit_s >= pair_s
+        return s.step_full or s.next_group_s >= _SPREAD_PAIRS * pair_s
 
     def _out(self, s: Snapshot, demand: int) -> Verdict | None:
         """One cell whose slots nobody needs goes to micro-steps that nobody is coming for."""
