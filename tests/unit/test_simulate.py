@@ -153,7 +153,10 @@ def test_a_policy_that_keeps_the_core_away_is_an_error_that_says_where() -> None
 
 def test_elastic_plus_is_faster_than_elastic_and_both_than_a_barrier() -> None:
     workload = small(**{"run.max_staleness": 2, "training.cell_hours_per_step": 0.15, "run.steps": 8})
-    hours = {policy: run(workload, policy).hours for policy in ("elastic-plus", "elastic", "colocate")}
+    hours = {  # over a few draws: on a single one chance is worth a percent
+        policy: sum(Simulator(workload, Drawn(workload, seed), policy).run().hours for seed in range(4))
+        for policy in ("elastic-plus", "elastic", "colocate")
+    }
     assert hours["elastic-plus"] < hours["elastic"] < hours["colocate"]
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from opengyre.cells.state import CellState
 from opengyre.config import RunConfig, load
 from opengyre.errors import RecordError
 from opengyre.record.roles import assign_roles
@@ -239,7 +240,19 @@ class Trace:
             first, last = np.searchsorted(s[order], s, side="left"), np.searchsorted(s[order], e, side="right")
             taken_in[at] = so_far[last] - so_far[first]
         columns = np.stack([np.ones(len(calls)), tokens, tokens * beside, taken_in], axis=1)
-        return _non_negative(columns, end - start)
+        return _non_negative(columns, end - start - self._held_s(start, end))
+
+    def _held_s(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Seconds of each interval in which no cell served: colocate trains, and calls wait."""
+        serving: set[str] = set()
+        moments, none = [0.0], [1.0]  # from each moment on: 1 where nobody serves
+        for event in self.kinds["cell"]:
+            (serving.add if event["state"] == CellState.ROLLOUT else serving.discard)(event["cell"])
+            moments.append(event["t"])
+            none.append(float(not serving))
+        held = np.concatenate([[0.0], np.cumsum(np.array(none)[:-1] * np.diff(moments))])
+        held_s: np.ndarray = np.interp(end, moments, held) - np.interp(start, moments, held)
+        return held_s
 
     def _training(self) -> tuple[float, float]:
         """Micro-step seconds = fixed + tokens x per token."""
