@@ -75,12 +75,9 @@ class History:
         read = Read([], [], [])
         for message in _in_call_order(messages, note.calls):
             note = note.after(message)  # call ids as the harness names them: its results refer to these
-            if message.role == "assistant":
-                stems, message = _stems(message), self._restore(key, message)
-                key = self._tree.own(keys.extend(key, message, note.calls), stems)
-            else:
-                key = keys.extend(key, message, note.calls)
-            read.messages.append(message)
+            meant = self._restore(key, message) if message.role == "assistant" else message
+            key = self._tree.own(keys.extend(key, meant, note.calls), _stems(message))
+            read.messages.append(meant)
             read.keys.append(key)
             read.notes.append(note)
         return read
