@@ -90,11 +90,12 @@ def test_the_same_seed_gives_the_same_run_and_every_decision_replays_from_its_lo
     mtbf=st.sampled_from([0.0, 0.3]),
     pauses=st.booleans(),
     carry=st.booleans(),
+    cores=st.sampled_from([0.0, 2.5]),
     seed=st.integers(0, 99),
 )
 def test_any_run_ends_and_no_policy_breaks_the_bound(
     policy: str, cells: int, slots: int, staleness: int, queries: int, sigma: float, mtbf: float, pauses: bool,
-    carry: bool, seed: int,
+    carry: bool, cores: float, seed: int,
 ) -> None:  # fmt: skip
     """Cells that die among it: claims and calls they had come back, the core's sums are made anew."""
     workload = small(
@@ -108,6 +109,7 @@ def test_any_run_ends_and_no_policy_breaks_the_bound(
             "run.queries_per_step": queries,
             "executions.sigma": sigma,
             "executions.timeout_pauses": pauses,
+            "host": {"cores": cores, "harness_cores": 0.1, "call_s": 0.5},
             "policies": {"colocate": {"carry_over": carry}},
         }
     )

@@ -423,10 +423,15 @@ class Controller:
         self.pulse.beat()
 
     async def _pull_or_lose(self, cell: LiveCell) -> None:
+        began, version = self._events.now, cell.version
         try:
             await cell.pull()
         except (CellError, TransferError) as error:
             self._broken(cell, str(error))
+            return
+        if cell.version != version:
+            took = round(self._events.now - began, 4)
+            self._events.emit("pull", cell=cell.name, version=cell.version, seconds=took)
 
     def _changed(self) -> None:
         self._on_roles()

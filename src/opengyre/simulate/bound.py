@@ -24,7 +24,7 @@ from opengyre.simulate.workload import Source, Workload
 def alone_s(script: Script, workload: Workload) -> float:
     """How long an execution takes with a cell for itself."""
     cost, timeout_s = workload.cost, workload.executions.timeout_s
-    agent_s = sum(
+    agent_s = len(script.turns) * workload.host.call_s + sum(
         t.tokens * cost.decode_step_s(1, t.context) + cost.prefill_s(t.prompt_tokens) + t.tool_s for t in script.turns
     )
     if timeout_s is not None:

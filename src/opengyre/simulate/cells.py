@@ -20,6 +20,7 @@ from opengyre.run.parts import cell_names
 from opengyre.simulate.faults import check_lost_at, moments
 from opengyre.simulate.script import Execution
 from opengyre.simulate.serving import Engine
+from opengyre.simulate.workload import Host
 
 if TYPE_CHECKING:
     from opengyre.simulate.simulator import Simulator
@@ -40,6 +41,9 @@ class Cell:
     busy: bool = False
     leaving: bool = False
     doing: float = 0.0  # tokens of the micro-step at hand
+    began: float = 0.0  # what it is busy with, …
+    ends: float = 0.0  # … when that will be done, …
+    then: Callable[[Cell], None] | None = None  # … and what then; None: it was lost
     held: list[float] = field(default_factory=list)
     life: int = 0
     reason: str = ""
@@ -77,6 +81,7 @@ class Pool:
         self.step = Step()
         self.committing = False
         self.switches = 0
+        self.slowdown = 1.0
         self._open: list[Engine] = []
 
     # --- roles
@@ -218,28 +223,33 @@ class Pool:
         elif cell.held:
             self._work(cell, self.sim.cost.hand_over_s, self._handed_over)
 
-    def _work(self, cell: Cell, seconds: float, then: Callable[[Cell, int], None], tokens: float = 0.0) -> None:
-        cell.busy, cell.doing = True, tokens
-        self.sim.tally.train_s += seconds
+    def _work(self, cell: Cell, seconds: float, then: Callable[[Cell], None], tokens: float = 0.0) -> None:
+        """Be busy with what takes so long on a machine of its own."""
+        cell.busy, cell.doing, cell.then = True, tokens, then
+        cell.began, cell.ends = self.sim.now, self.sim.now + seconds * self.slowdown
         if tokens and self.sim.recorder:
-            self.sim.recorder.micro(self.sim, cell, tokens, seconds)
-        self.sim.at(seconds, then, cell, cell.life)
+            self.sim.recorder.claimed(self.sim, cell)
+        self.sim.at(cell.ends - self.sim.now, self._worked, cell, cell.ends)
 
-    def _computed(self, cell: Cell, life: int) -> None:
-        if cell.life != life:
-            return
+    def _worked(self, cell: Cell, ends: float) -> None:
+        if cell.then is None or cell.ends != ends:
+            return  # it was lost, or slowed down
+        self.sim.tally.train_s += self.sim.now - cell.began
+        then, cell.then, cell.busy = cell.then, None, False
+        then(cell)
+
+    def _computed(self, cell: Cell) -> None:
+        if self.sim.recorder:
+            self.sim.recorder.computed(self.sim, cell)
         if cell.core:
             self.step.out -= 1
             self.step.counted.append(cell.doing)
         else:
             cell.held.append(cell.doing)
-        cell.busy, cell.doing = False, 0.0
+        cell.doing = 0.0
         self._next(cell)
 
-    def _handed_over(self, cell: Cell, life: int) -> None:
-        if cell.life != life:
-            return
-        cell.busy = False
+    def _handed_over(self, cell: Cell) -> None:
         self.step.out -= len(cell.held)
         self.step.counted += cell.held
         cell.held = []
@@ -262,19 +272,32 @@ class Pool:
             return
         if self.core.state is _C.TRAINING and not self.core.busy:
             self.committing = True
-            self.core.busy = True
-            seconds = sim.cost.commit_s + sim.cost.publish_s
-            sim.tally.train_s += seconds
-            sim.at(seconds, self._committed, self.core.life)
+            self._work(self.core, sim.cost.commit_s + sim.cost.publish_s, self._committed)
 
-    def _committed(self, life: int) -> None:
-        if self.core.life != life:
-            return
-        self.committing = self.core.busy = False
+    def _committed(self, core: Cell) -> None:
+        self.committing = False
         self.step = Step()
         self.sim.committed()
-        if self.core.state is _C.FLUSHING:
-            self._leave_training(self.core)
+        if core.state is _C.FLUSHING:
+            self._leave_training(core)
+
+    # --- a machine that is shared
+
+    def share(self, host: Host) -> None:
+        """Slow everything down by what computes now."""
+        cells = self.cells.values()
+        computing = sum(c.busy or (c.state is _C.ROLLOUT and c.engine.calls > 0) for c in cells)
+        calls = len(self.sim.line) + sum(c.engine.calls for c in cells)
+        slowdown = max(1.0, host.demand(computing, len(self.sim.running) - calls))
+        if slowdown == self.slowdown:
+            return
+        now, before, self.slowdown = self.sim.now, self.slowdown, slowdown
+        for cell in cells:
+            cell.engine.slow(now, slowdown)
+            self.sim.expect(cell.engine)
+            if cell.then is not None:
+                cell.ends = now + (cell.ends - now) * slowdown / before
+                self.sim.at(cell.ends - now, self._worked, cell, cell.ends)
 
     # --- failures
 
@@ -297,7 +320,7 @@ class Pool:
         lost = cell.held + ([cell.doing] if cell.doing else [])
         self.step.claimable += lost
         self.step.out -= len(lost)
-        cell.held, cell.doing, cell.busy, cell.leaving = [], 0.0, False, False
+        cell.held, cell.doing, cell.busy, cell.leaving, cell.then = [], 0.0, False, False, None
         if cell.core:  # the sums it held; what satellites hold is still theirs to hand over
             self.step.claimable += self.step.counted
             self.step.counted, self.committing = [], False

@@ -22,6 +22,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self._micros = 0
+        self._micro: dict[str, dict[str, Any]] = {}  # what each cell is at
         self._level: tuple[int, int, int] | None = None
         self._executions = 0
 
@@ -83,13 +84,20 @@ class Recorder:
             about["sampled_tokens"] = int(sum(turn.tokens for turn in turns))
         self._emit(sim, "execution", **about, split="train", state=state)
 
-    def micro(self, sim: Simulator, cell: Cell, tokens: float, seconds: float) -> None:
-        """A micro-step was claimed and will take ``seconds``."""
+    def claimed(self, sim: Simulator, cell: Cell) -> None:
+        """A micro-step was claimed."""
         self._micros += 1
-        about = {"step": sim.assembler.version + 1, "micro": self._micros, "cell": cell.name, "tokens": int(tokens)}
-        self._emit(sim, "micro_step", **about, state="claimed")
-        done = {"t": round(sim.now + seconds, 3), "kind": "micro_step", **about, "state": "done", "seconds": seconds}
-        sim.at(seconds, self.events.append, done)
+        self._micro[cell.name] = {
+            "step": sim.assembler.version + 1,
+            "micro": self._micros,
+            "cell": cell.name,
+            "tokens": int(cell.doing),
+        }
+        self._emit(sim, "micro_step", **self._micro[cell.name], state="claimed")
+
+    def computed(self, sim: Simulator, cell: Cell) -> None:
+        """It is done."""
+        self._emit(sim, "micro_step", **self._micro[cell.name], state="done", seconds=round(sim.now - cell.began, 3))
 
     def step(self, sim: Simulator) -> None:
         """A step was committed."""

@@ -29,6 +29,7 @@ class Engine:
     steps: float = 0.0
     sampled: float = 0.0  # tokens so far
     step_s: float = 1.0
+    slowdown: float = 1.0  # of everything, by what shares the machine
     _heap: list[tuple[float, int, Execution]] = field(default_factory=list)
     _pushed: int = 0
 
@@ -57,8 +58,15 @@ class Engine:
         self._changed(-1, -execution.context)
 
     def stall(self, seconds: float) -> None:
-        """Decode nothing for so long."""
-        self.t += seconds
+        """Decode nothing for what takes so long on a machine of its own."""
+        self.t += seconds * self.slowdown
+
+    def slow(self, now: float, slowdown: float) -> None:
+        """From now on everything takes so many times as long; what it is in the middle of, too."""
+        self.advance(now)
+        self.t = now + (self.t - now) * slowdown / self.slowdown
+        self.slowdown = slowdown
+        self._changed(0, 0.0)
 
     def advance(self, now: float) -> None:
         """Count the steps done until now."""
@@ -91,4 +99,4 @@ class Engine:
         self.calls += calls
         self.context += context
         self.changes += 1
-        self.step_s = self.cost.decode_step_s(self.calls, self.context)
+        self.step_s = self.cost.decode_step_s(self.calls, self.context) * self.slowdown

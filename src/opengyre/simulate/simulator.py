@@ -88,7 +88,7 @@ class Simulator:
             self.recorder.began(self)
         self.pool.start()
         self.pulse()
-        limit = self.workload.run.give_up_hours * 3600
+        limit, host = self.workload.run.give_up_hours * 3600, self.workload.host
         while self.assembler.version < self.workload.run.steps:
             if not self._heap or self.now > limit:
                 where = f"{self.policy.name} at step {self.assembler.version + 1}, {self.now / 3600:.1f} h"
@@ -96,6 +96,8 @@ class Simulator:
             self.now, _, action, args = heapq.heappop(self._heap)
             action(*args)
             self.tally.events += 1
+            if host.cores:
+                self.pool.share(host)
         self.pool.finish()
         if self.recorder:
             self.recorder.ended(self)
@@ -217,7 +219,8 @@ class Simulator:
             turn = execution.script.turns[execution.turn]
             execution.turn += 1
             over = execution.turn == len(execution.script.turns)
-            self.at(turn.tool_s, self._score if over else self._call, execution)
+            call_s = self.workload.host.call_s * self.pool.slowdown
+            self.at(call_s + turn.tool_s, self._score if over else self._call, execution)
         if self.line:
             self.serve_line()
         self.expect(engine)

@@ -1,11 +1,12 @@
 """A recorded run as a workload: its executions as they went, and a cost model measured from its calls and events.
 
-    events.jsonl ─▶ when executions, micro-steps, switches and commits were ─┬─▶ CostModel, Workload
+    events.jsonl ─▶ when executions, micro-steps, switches and commits were ─┬─▶ measure.py ─▶ CostModel, Host
     calls.db ─────▶ each call's tokens, start and end ───────────────────────┴─▶ Recorded: scripts by query number
 
 What an execution does is taken from the record: tokens per call, tool time between calls, the evaluator's time. How
-long the model takes is not: that follows from the cost model and the simulated batch. An execution that the recorded
-run cut at its deadline is replayed as far as it came, with no deadline. Held-out executions are left out.
+long the model takes is not: that follows from the cost model, the simulated batch, and who shares the machine. An
+execution that the recorded run cut at its deadline is replayed as far as it came, with no deadline. Held-out executions
+are left out.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from opengyre.cells.state import CellState
 from opengyre.config import RunConfig, load
 from opengyre.errors import RecordError
@@ -26,6 +25,7 @@ from opengyre.record.store import Store
 from opengyre.record.tree import Tree
 from opengyre.samples.select import Key, load_picker, paths_of, select
 from opengyre.simulate.cost import CostModel
+from opengyre.simulate.measure import Load, RecordedCall, RecordedMicroStep, costs
 from opengyre.simulate.script import Script, Turn
 from opengyre.simulate.workload import Cluster, Executions, PolicySettings, Run, Training, Workload
 from opengyre.watch import events as log
@@ -90,7 +90,7 @@ class Trace:
         self.kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for event in log.read(run_dir / "events.jsonl"):
             self.kinds[event["kind"]].append(event)
-        self._calls: list[tuple[float, float, float, float, str]] = []  # start, end, sampled, new prompt, cell
+        self._calls: list[RecordedCall] = []
         self._moments: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         for event in self.kinds["execution"]:
             if event.get("split") == "train":
@@ -100,11 +100,11 @@ class Trace:
             raise RecordError("has no committed step", where=str(run_dir), right="a run with at least one")
         self._micro_tokens = [e["tokens"] for e in self.kinds["micro_step"] if e["state"] == "claimed"]
         self._picker = load_picker(self.config.samples.picker)
-        groups = self._groups()
-        self._call_s, *self._decoding = self._decode()
-        self.source = Recorded(
-            [[self._later(one) for one in group] for group in groups], str(self.config.samples.j_max)
-        )
+        self.source = Recorded(self._groups(), str(self.config.samples.j_max))
+        micro_steps = self._micro_steps()
+        pulls = [(e["cell"], e["t"] - e["seconds"], e["t"]) for e in self.kinds["pull"]]
+        self.load = Load(self._calls, micro_steps, self._executions(), self._serving(), pulls)
+        self.costs = costs(self._calls, micro_steps, self.load)
         self.wall_s = steps[-1]["t"] - self.kinds["query"][0]["t"]
 
     def workload(self) -> Workload:
@@ -112,7 +112,6 @@ class Trace:
         config = self.config
         schedule, samples, cells = config.schedule, config.samples, config.cells
         settings = PolicySettings(train_cells=schedule.train_cells, carry_over=schedule.carry_over)
-        cost = self.cost()
         return Workload(
             name=config.name,
             about=f"recorded run {self.run_dir}",
@@ -132,7 +131,8 @@ class Trace:
                 by_j_max=self.source.by_j_max(),
                 j_max=self.source.j_max,
             ),
-            cost=cost,
+            cost=self.cost(),
+            host=self.costs.host,
             policies=dict.fromkeys(("async", "lend", "colocate", schedule.policy), settings),
         )
 
@@ -186,89 +186,74 @@ class Trace:
             new = max(0, call.prompt_tokens - meta.cached_tokens)
             spans = tree.node(call.reply_node).spans if call.reply_node is not None else ()
             cell = next((span.cell for span in spans if span.cell), "")
-            self._calls.append((meta.started_s, meta.ended_s, call.sampled_tokens, new, cell))
+            self._calls.append(RecordedCall(meta.started_s, meta.ended_s, call.sampled_tokens, new, cell))
             context = call.prompt_tokens + call.sampled_tokens / 2
-            turns.append(Turn(max(1, call.sampled_tokens), new, context, max(0.0, then - meta.ended_s)))
+            head = tree.node(call.prompt_node)
+            own = (
+                len(head) if head.call == call.index else 0
+            )  # the rest was computed before; lost prefixes are simulated
+            turns.append(Turn(max(1, call.sampled_tokens), min(new, own), context, max(0.0, then - meta.ended_s)))
         return Script(max(0.0, calls[0].meta.started_s - began), tuple(turns), max(0.0, done["t"] - scoring), 0.0)
-
-    def _later(self, played: Played) -> Played:
-        """What a call takes besides its engine's time, counted with the tools: no other call waits for it."""
-        turns = tuple(turn._replace(tool_s=turn.tool_s + self._call_s) for turn in played.script.turns)
-        return played._replace(script=played.script._replace(turns=turns))
 
     # --- costs
 
     def cost(self) -> CostModel:
         """What the run's cells took, measured."""
-        base_s, call_s, prompt_s = self._decoding
-        fixed_s, token_s = self._training()
+        measured = self.costs
         switches = {"rollout>train": self.config.schedule.switch_cost_s / 2}
         switches["train>rollout"] = switches["rollout>train"]
         for direction in switches:
             took = [e["total_s"] for e in self.kinds["switch"] if e["direction"] == direction and e.get("ok", True)]
             switches[direction] = statistics.median(took) if took else switches[direction]
         commit_s, publish_s = self._commit()
+        pulls = [self._alone_s(e["t"] - e["seconds"], e["t"]) for e in self.kinds["pull"]]
         return CostModel(
-            decode_base_s=max(base_s, 1 / _FAST),
-            decode_call_s=call_s,
-            prefill_tokens_per_s=1 / prompt_s if prompt_s > 1 / _FAST else _FAST,
-            train_tokens_per_s=1 / token_s if token_s > 1 / _FAST else _FAST,
-            micro_step_s=fixed_s,
+            decode_base_s=max(measured.decode_base_s, 1 / _FAST),
+            decode_call_s=measured.decode_call_s,
+            prefill_tokens_per_s=1 / max(measured.prompt_s, 1 / _FAST),
+            train_tokens_per_s=1 / max(measured.train_token_s, 1 / _FAST),
+            micro_step_s=measured.micro_step_s,
             hand_over_s=self._hand_over(),
             commit_s=commit_s,
             publish_s=publish_s,
-            pull_s=0.0,  # part of what calls took
+            pull_s=statistics.median(pulls) if pulls else 0.0,
             to_train_s=switches["rollout>train"],
             to_rollout_s=switches["train>rollout"],
             kv_tokens_per_s=_FAST,  # part of the switch
         )
 
-    def _decode(self) -> list[float]:
-        """Least squares over the calls: seconds = fixed + tokens (base + per call x calls beside it) + per token x
-        prompts that its cell took in meanwhile, its own among them. But for the first, the same terms as in serving.py;
-        the fixed part is rendering, the wire, and waiting for a free core."""
-        calls = np.array([c[:4] for c in self._calls], dtype=np.float64)
-        cells = np.array([c[4] for c in self._calls])
-        start, end, tokens, prompt = calls.T
-        beside, taken_in = np.zeros(len(calls)), np.zeros(len(calls))
-        for cell in np.unique(cells):
-            at = np.flatnonzero(cells == cell)
-            s, e = start[at], end[at]
-            beside[at] = _mean_level(s, e)
-            order = np.argsort(s)
-            so_far = np.concatenate([[0.0], np.cumsum(prompt[at][order])])
-            first, last = np.searchsorted(s[order], s, side="left"), np.searchsorted(s[order], e, side="right")
-            taken_in[at] = so_far[last] - so_far[first]
-        columns = np.stack([np.ones(len(calls)), tokens, tokens * beside, taken_in], axis=1)
-        return _non_negative(columns, end - start - self._held_s(start, end))
+    def _micro_steps(self) -> list[RecordedMicroStep]:
+        tokens = {(e["step"], e["micro"]): e["tokens"] for e in self.kinds["micro_step"] if e["state"] == "claimed"}
+        return [
+            RecordedMicroStep(e["t"] - e["seconds"], e["t"], tokens.get((e["step"], e["micro"]), 0), e["cell"])
+            for e in self.kinds["micro_step"]
+            if e["state"] == "done"
+        ]
 
-    def _held_s(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Seconds of each interval in which no cell served: colocate trains, and calls wait."""
+    def _executions(self) -> list[tuple[float, float]]:
+        """From their start until they were scored."""
+        moments = self._moments.values()
+        return [(m["running"]["t"], m["done"]["t"]) for m in moments if "running" in m and "done" in m]
+
+    def _serving(self) -> list[tuple[float, bool]]:
+        """When it changed whether a cell serves."""
         serving: set[str] = set()
-        moments, none = [0.0], [1.0]  # from each moment on: 1 where nobody serves
+        out = []
         for event in self.kinds["cell"]:
             (serving.add if event["state"] == CellState.ROLLOUT else serving.discard)(event["cell"])
-            moments.append(event["t"])
-            none.append(float(not serving))
-        held = np.concatenate([[0.0], np.cumsum(np.array(none)[:-1] * np.diff(moments))])
-        held_s: np.ndarray = np.interp(end, moments, held) - np.interp(start, moments, held)
-        return held_s
+            out.append((event["t"], bool(serving)))
+        return out
 
-    def _training(self) -> tuple[float, float]:
-        """Micro-step seconds = fixed + tokens x per token."""
-        claimed = {(e["step"], e["micro"]): e["tokens"] for e in self.kinds["micro_step"] if e["state"] == "claimed"}
-        done = [e for e in self.kinds["micro_step"] if e["state"] == "done"]
-        tokens = np.array([claimed.get((e["step"], e["micro"]), 0) for e in done], dtype=np.float64)
-        seconds = np.array([e["seconds"] for e in done], dtype=np.float64)
-        fixed_s, token_s = _non_negative(np.stack([np.ones(len(done)), tokens], axis=1), seconds)
-        return fixed_s, token_s
+    def _alone_s(self, start: float, end: float) -> float:
+        return self.load.alone_s(self.costs.host, start, end)
 
     def _hand_over(self) -> float:
         done = {(e["step"], e["micro"]): e["t"] for e in self.kinds["micro_step"] if e["state"] == "done"}
         pushed = [e for e in self.kinds["micro_step"] if e["state"] == "pushed"]
         cores = {c["cell"] for e in self.kinds["run"] for c in e.get("cells", ()) if c["core"]}
-        waits = [e["t"] - done.get((e["step"], e["micro"]), e["t"]) for e in pushed if e["cell"] not in cores]
-        return min(waits, default=0.0)  # the last of a hand-over waited for nothing else
+        waits = [(done.get((e["step"], e["micro"]), e["t"]), e["t"]) for e in pushed if e["cell"] not in cores]
+        # the last of a hand-over waited for nothing else
+        return min((self._alone_s(*wait) for wait in waits), default=0.0)
 
     def _commit(self) -> tuple[float, float]:
         """From the last counted micro-step to the step, and from the step to the next admission: medians."""
@@ -277,34 +262,8 @@ class Trace:
         for step in self.kinds["step"]:
             pushed = [e["t"] for e in self.kinds["micro_step"] if e["step"] == step["step"] and e["state"] == "pushed"]
             if pushed:
-                commits.append(step["t"] - max(pushed))
+                commits.append(self._alone_s(max(pushed), step["t"]))
             after = next((t for t in admissions if t > step["t"]), None)
             if after is not None:
-                publishes.append(after - step["t"])
+                publishes.append(self._alone_s(step["t"], after))
         return (statistics.median(commits) if commits else 0.0, statistics.median(publishes) if publishes else 0.0)
-
-
-def _mean_level(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """How many of the intervals were open, on average over each of them, itself included."""
-    times = np.concatenate([start, end])
-    order = np.argsort(times, kind="stable")
-    moments = times[order]
-    level = np.cumsum(np.where(order < len(start), 1, -1))
-    area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(moments))])
-    whole = np.interp(end, moments, area) - np.interp(start, moments, area)
-    level_mean: np.ndarray = whole / np.maximum(1e-6, end - start)
-    return level_mean
-
-
-def _non_negative(columns: np.ndarray, target: np.ndarray) -> list[float]:
-    """Least squares with coefficients of at least 0: columns that would get less are left out, worst first."""
-    used: list[int] = list(range(columns.shape[1]))
-    while used:
-        found, *_ = np.linalg.lstsq(columns[:, used], target, rcond=None)
-        if (found >= 0).all():
-            out = [0.0] * columns.shape[1]
-            for place, value in zip(used, found.tolist(), strict=True):
-                out[place] = value
-            return out
-        used.pop(int(np.argmin(found)))
-    return [0.0] * columns.shape[1]

@@ -40,6 +40,23 @@ class Cluster(_Table, frozen=True, kw_only=True):
     lost_at_h: dict[str, list[float]] = {}  # cell -> hours since the start at which it is lost besides
 
 
+class Host(_Table, frozen=True, kw_only=True):
+    """One machine, where cells and harnesses share one: everything takes ``max(1, demand)`` times as long as alone."""
+
+    cores: float = 0.0  # 0: every cell has hardware of its own, and nothing slows it down
+    harness_cores: float = 0.0  # what an execution takes of them while no call of it is under way
+    call_s: float = 0.0  # what a call takes alone besides its engine: rendering, the wire
+
+    def demand(self, computing: Any, outside: Any) -> Any:
+        """Cores that are asked for, over those there are.
+
+        Args:
+            computing: cells that decode or train; a number or an array.
+            outside: executions that wait for no call, likewise.
+        """
+        return (computing + self.harness_cores * outside) / self.cores if self.cores else 0.0 * computing
+
+
 class Run(_Table, frozen=True, kw_only=True):
     """How much, and how far ahead."""
 
@@ -123,6 +140,7 @@ class Workload(_Table, frozen=True, kw_only=True):
     executions: Executions = Executions()
     training: Training = Training()
     cost: CostModel = CostModel()
+    host: Host = Host()
     policies: dict[str, PolicySettings] = {}
     assumptions: list[Assumption] = []
     published: Published = Published()
@@ -196,6 +214,8 @@ class Workload(_Table, frozen=True, kw_only=True):
 _RANGES: list[tuple[str, float, float]] = [
     ("cluster.cells", 1, 100_000),
     ("cluster.slots", 1, 1e6),
+    ("host.cores", 0, 1e6),
+    ("host.harness_cores", 0, 1e3),
     ("run.steps", 1, 1e6),
     ("run.queries_per_step", 1, 1e6),
     ("run.group_size", 1, 1e4),
