@@ -82,6 +82,7 @@ SNAPSHOTS = st.builds(
     next_group_s=st.one_of(st.none(), st.sampled_from([0.1, 100.0])),
     switch_cost_s=st.one_of(st.none(), st.sampled_from([0.1, 8.0])),
     trainer_idle_steps=st.integers(0, 9),
+    training_cells=st.none() | st.floats(0, 9),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 from opengyre.cells.measured import Measured
 from opengyre.cells.policies import make_policy
 from opengyre.cells.policies import survival as survival_module
-from opengyre.cells.policies.base import IdleSteps, wants_outlook
+from opengyre.cells.policies.base import SoFar, wants_outlook
 from opengyre.cells.policies.replay import replay_decisions
 from opengyre.cells.policies.survival import Outlook, Survival
 from opengyre.cells.state import CellState
@@ -178,11 +178,42 @@ def test_places_are_used_again() -> None:
 
 
 def test_idle_steps_count_once_a_step_and_only_after_its_first_group() -> None:
-    idle, waits = IdleSteps(), see(cells(TRAINING, ROLLOUT), step_groups=1)
+    idle, waits = SoFar(), see(cells(TRAINING, ROLLOUT), step_groups=1)
     assert idle.note(msgspec.structs.replace(waits, step_groups=0)).trainer_idle_steps == 0
     assert [idle.note(waits).trainer_idle_steps for _ in range(3)] == [1, 1, 1]
     assert idle.note(msgspec.structs.replace(waits, version=4, claimable_micro_steps=1)).trainer_idle_steps == 1
     assert idle.note(msgspec.structs.replace(waits, version=4)).trainer_idle_steps == 2
+
+
+def test_how_many_cells_training_is_worth_is_told_from_what_they_did() -> None:
+    """Of 4 cells, a quarter of the work is training: one. Nothing is said before a step was committed."""
+    so_far, at = SoFar(), see(cells(TRAINING, ROLLOUT, ROLLOUT), running=6, claimed_micro_steps=1, now=0.0)
+    after = [
+        so_far.note(msgspec.structs.replace(at, **more)).training_cells
+        for more in (
+            {},
+            {"now": 10.0},  # 10 cell seconds of a trainer, 6 of 4 slots: 15 of rollout
+            {"now": 10.0, "version": 4},
+            {"now": 30.0, "version": 4, "claimed_micro_steps": 0},
+            {"now": 40.0, "version": 4, "running": None},
+        )
+    ]
+    assert after[:2] == [None, None]
+    assert after[2] == pytest.approx(4 * 10 / 25)
+    train, rollout = 10 * 0.8 + 20, 15 * 0.8 + 30  # what came before a commit counts less
+    assert after[3] == pytest.approx(4 * train / (train + rollout))
+    assert after[4] == pytest.approx(4 * train / (train + rollout + 15))
+
+
+def test_where_training_is_worth_several_cells_the_waterlevel_rule_stands() -> None:
+    elastic = make_policy(config(max_staleness=2))
+    for views in (cells(TRAINING, ROLLOUT, ROLLOUT), cells(TRAINING, TRAINING, ROLLOUT)):
+        far = see(views, running=3, next_group_s=60.0, step_groups=1, training_cells=2.6)
+        assert plus().decide(far) == elastic.decide(far)
+        assert moves(plus(), msgspec.structs.replace(far, training_cells=2.4))
+        assert moves(plus(), msgspec.structs.replace(far, training_cells=None))  # missing is not many
+    full = see(cells(ROLLOUT, ROLLOUT, ROLLOUT), queued=2, running=12, next_group_s=60.0, training_cells=3.0)
+    assert moves(plus(), full) == {"core": "rollout"}
 
 
 def test_only_policies_that_ask_pay_for_an_outlook() -> None:

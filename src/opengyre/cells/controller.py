@@ -18,9 +18,10 @@ import msgspec
 
 from opengyre.cells.live import LiveCell, Published, Switch
 from opengyre.cells.measured import Measured
-from opengyre.cells.policies.base import Action, CellView, Decision, IdleSteps, Policy, Snapshot, wants_outlook
+from opengyre.cells.policies.base import Action, CellView, Decision, Policy, Snapshot, SoFar, wants_outlook
 from opengyre.cells.policies.survival import Outlook
 from opengyre.cells.pulse import Pulse
+from opengyre.cells.repair import Repair
 from opengyre.cells.state import CellState
 from opengyre.cells.step import OpenStep
 from opengyre.cells.training_loop import TrainingLoop
@@ -75,22 +76,20 @@ class Controller:
         self._outlook = outlook
         modelled_s, least_s = _PACED_TICK_S
         self._tick_s = max(least_s, modelled_s / config.paced.speed) if config.paced.speed else TICK_S
-        self._idle = IdleSteps()
+        self._so_far = SoFar()
         self._measured = Measured()
         self._version = -1  # the committed one; -1 until the core has said what the run stands on
         self._publications = 0
         self._kept: list[str] = []
-        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._restarts: dict[str, int] = {}
-        self._renewing: set[str] = set()  # cells that are being replaced: what is said of their past is no news
-        self._replacing: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[None]] = []
-        self._closing = False
+        heartbeat_s = config.cells.heartbeat_s
+        self._repair = Repair(cells, self._renew, fail=self.fail, pulse=self.pulse, every_s=heartbeat_s)
         for cell in cells:
             cell.connect(
                 published=lambda: self.published,
                 on_change=self._changed,
-                on_silence=partial(self._broken, cell),
+                on_silence=partial(self._repair.broken, cell),
             )
 
     # --- start and end
@@ -100,17 +99,16 @@ class Controller:
         await asyncio.gather(*(cell.start(self._cluster) for cell in self.cells.values()))
         await self._restore()
         for cell in self.cells.values():
-            self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
+            self._repair.watch(cell)
         await asyncio.gather(*(self._first_role(cell) for cell in self.cells.values()))
         self._background = [
             asyncio.create_task(self._control(), name="controller"),
-            asyncio.create_task(self._probe(), name="probe"),
+            asyncio.create_task(self._repair.probe(), name="probe"),
         ]
 
     async def close(self) -> None:
         """Stop deciding, then end every cell."""
-        self._closing = True
-        tasks: list[asyncio.Task[None] | None] = [*self._background, *self._watchers.values(), *self._replacing]
+        tasks: list[asyncio.Task[None] | None] = [*self._background, *self._repair.close()]
         tasks += [task for cell in self.cells.values() for task in (cell.switching, cell.training)]
         for task in tasks:
             if task is not None:
@@ -138,7 +136,7 @@ class Controller:
     def core_broken(self, process: CellProcess, reason: str) -> None:
         """This process of the core's failed a call; it is replaced unless it was already."""
         if self._core.has_process and self._core.process is process:
-            self._broken(self._core, reason)
+            self._repair.broken(self._core, reason)
 
     @property
     def rollout_cells(self) -> int:
@@ -223,7 +221,7 @@ class Controller:
             switch_cost_s=self._measured.switch_cost_s,
             switches=self._measured.switches,
         )
-        return self._idle.note(snapshot)
+        return self._so_far.note(snapshot)
 
     def admit(self, admissible: int) -> int:
         """How many of so many queries the policy has started now."""
@@ -299,7 +297,7 @@ class Controller:
             back, reason = False, f"{reason}; rolling back failed: {error}"
         if not back:
             cell.switching = None  # what replaces the cell must not end this task
-            self._broken(cell, reason)
+            self._repair.broken(cell, reason)
 
     def _switched(self, cell: LiveCell, switch: Switch) -> None:
         self._measured.switched(switch.total_s)
@@ -327,59 +325,11 @@ class Controller:
     def _training_ended(self, cell: LiveCell, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, TransferError) and not cell.state.transient:
-            self._broken(cell, str(error))  # on its way out, the switch fails and says so
+            self._repair.broken(cell, str(error))  # on its way out, the switch fails and says so
         elif error is not None and not isinstance(error, CellError):  # a CellError is the process watcher's business
             self.fail(error)
 
     # --- deaths
-
-    async def _watch(self, cell: LiveCell) -> None:
-        tail = await cell.process.wait()
-        self._broken(cell, tail.splitlines()[-1] if tail else "process ended")
-
-    async def _probe(self) -> None:
-        """Find rollout cells that are alive and do not answer. A training cell is silent while it computes; its leases
-        run out instead."""
-        every_s = self._config.cells.heartbeat_s
-        while True:
-            await asyncio.sleep(every_s)
-            serving = [cell for cell in self.cells.values() if cell.state is CellState.ROLLOUT]
-            await asyncio.gather(*(self._probe_one(cell, every_s) for cell in serving))
-
-    async def _probe_one(self, cell: LiveCell, timeout_s: float) -> None:
-        process = cell.process
-        try:
-            load = await process.call("load", timeout_s=timeout_s)
-            cell.kv_tokens = load["kv_tokens"]
-        except CellError as error:
-            if cell.has_process and cell.process is process:  # it may have been replaced meanwhile
-                self._broken(cell, str(error))
-
-    def _broken(self, cell: LiveCell, reason: str) -> None:
-        """Replace ``cell``, in a task of its own: whoever noticed must not wait for it, and may be ended by it."""
-        task = asyncio.create_task(self._replace(cell, reason), name=f"{cell.name} replacement")
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
-
-    async def _replace(self, cell: LiveCell, reason: str) -> None:
-        """Take a broken cell out, start it anew and give it its role back; again, if the new one breaks too."""
-        if self._closing or cell.name in self._renewing:
-            return
-        self._renewing.add(cell.name)
-        if (watcher := self._watchers.pop(cell.name, None)) is not None:
-            watcher.cancel()
-        try:
-            while True:
-                try:
-                    await self._renew(cell, reason)
-                    return
-                except (CellError, TransferError) as error:
-                    reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a task boundary: the conductor raises it
-            self.fail(error)
-        finally:
-            self._renewing.discard(cell.name)
-            self.pulse.beat()
 
     async def _renew(self, cell: LiveCell, reason: str) -> None:
         """One attempt at a new process. Raises CellError or TransferError when that breaks, RecordError for good."""
@@ -401,7 +351,6 @@ class Controller:
         if cell.spec.core:
             await self._restore()
         await self._enter_role(cell, "restart")
-        self._watchers[cell.name] = asyncio.create_task(self._watch(cell), name=f"{cell.name} watcher")
 
     async def _restore(self) -> None:
         """Have a fresh core process load what the run stands on, and publish it."""
@@ -412,7 +361,7 @@ class Controller:
         try:
             await self._enter_role(cell, "start")
         except (CellError, TransferError) as error:
-            self._broken(cell, str(error))
+            self._repair.broken(cell, str(error))
 
     async def _enter_role(self, cell: LiveCell, reason: str) -> None:
         if cell.spec.core:
@@ -427,7 +376,7 @@ class Controller:
         try:
             await cell.pull()
         except (CellError, TransferError) as error:
-            self._broken(cell, str(error))
+            self._repair.broken(cell, str(error))
             return
         if cell.version != version:
             took = round(self._events.now - began, 4)

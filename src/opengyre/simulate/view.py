@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opengyre.cells.policies.base import CellView, IdleSteps, Snapshot, wants_outlook
+from opengyre.cells.policies.base import CellView, Snapshot, SoFar, wants_outlook
 from opengyre.cells.policies.survival import Outlook, Survival
 from opengyre.simulate.script import Execution
 
@@ -17,7 +17,7 @@ class View:
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
-        self.idle = IdleSteps()
+        self.so_far = SoFar()
         self.survival = Survival() if wants_outlook(sim.policy) else None
 
     def snapshot(self) -> Snapshot:
@@ -27,7 +27,7 @@ class View:
         version = sim.assembler.version
         missing = sim.assembler.missing
         outlook = self.survival.outlook(sim.now, missing) if self.survival else Outlook()
-        return self.idle.note(
+        return self.so_far.note(
             Snapshot(
                 now=sim.now,
                 cells=[

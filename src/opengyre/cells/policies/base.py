@@ -64,6 +64,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     switch_cost_s: float | None = None  # what one switch takes, measured
     switches: int = 0
     trainer_idle_steps: int = 0  # steps so far in which a training cell waited for groups
+    training_cells: float | None = None  # cells for training, if they were split as the work of the last steps was
 
     @property
     def waterlevel(self) -> int | None:
@@ -117,23 +118,42 @@ class Policy(Protocol):
         ...
 
 
+_FADE = 0.8  # a commit: what was worked before counts less, and so the last five steps most
+
 PolicyMaker = Callable[[RunConfig], Policy]
 
 
-class IdleSteps:
-    """Counts the steps in which a training cell waited for groups after the first had come: it was there too early."""
+class SoFar:
+    """What a run's snapshots say of it so far, added to the next one; the same live and simulated."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._noted = -1
+        self._idle_steps = 0
+        self._noted = -1  # the version whose step is among them
+        self._before: Snapshot | None = None
+        self._rollout_s = self._training_s = 0.0  # cell seconds of work, fading
+        self._commits = 0
 
     def note(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with the count; each version's step counts once."""
+        """The snapshot with ``trainer_idle_steps`` and ``training_cells``."""
         s = snapshot
         waits = s.step_open and not s.step_full and not s.claimable_micro_steps and not s.claimed_micro_steps
         if waits and s.step_groups and s.training() and s.version != self._noted:
-            self.steps, self._noted = self.steps + 1, s.version
-        return msgspec.structs.replace(s, trainer_idle_steps=self.steps)
+            self._idle_steps, self._noted = self._idle_steps + 1, s.version
+        if self._before is not None:
+            self._work(self._before, s.now - self._before.now)
+            if s.version != self._before.version:
+                self._commits += 1
+                self._rollout_s, self._training_s = self._rollout_s * _FADE, self._training_s * _FADE
+        self._before = s
+        work_s = self._rollout_s + self._training_s
+        share = self._training_s / work_s if self._commits and work_s else None
+        cells = None if share is None else share * len(s.cells)
+        return msgspec.structs.replace(s, trainer_idle_steps=self._idle_steps, training_cells=cells)
+
+    def _work(self, s: Snapshot, seconds: float) -> None:
+        """Slots that were taken, as cells; trainers that had a micro-step, or the commit."""
+        self._rollout_s += seconds * min((s.running or 0) / s.slots, len(s.serving()))
+        self._training_s += seconds * min(s.claimed_micro_steps if s.step_open else 1, len(s.training()))
 
 
 def wants_outlook(policy: Policy) -> bool:
