@@ -65,3 +65,9 @@ def test_lost_cells_cost_a_run_nothing_but_time(tmp_path: Path) -> None:
     simulated = load_workload("qwen3.8-2.4t").change(**SMALL, **losses)
     outcome = Simulator(simulated, Drawn(simulated), "elastic").run()
     assert (outcome.failures, outcome.steps, outcome.executions) == (3, 2, 12)
+    trace = Trace(run)
+    lost = trace.workload().cluster.lost_at_h
+    assert {cell: len(hours) for cell, hours in lost.items()} == {"satellite-1": 1, "core": 2}
+    outcome = Simulator(trace.workload(), trace.source, "elastic").run()
+    assert (outcome.failures, outcome.steps, outcome.executions) == (3, 2, 12)
+    assert trace.cost().restart_s >= CostModel().restart_s

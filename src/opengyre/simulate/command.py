@@ -71,8 +71,11 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text}: whole numbers with commas between them") from None
 
 
-def _load(args: argparse.Namespace) -> tuple[Workload, Callable[[Workload, int | None], Source], float | None]:
-    """The workload, what makes its executions for a seed, and the recorded wall-clock in seconds if it is a trace."""
+def _load(
+    args: argparse.Namespace, *, accidents: bool = True
+) -> tuple[Workload, Callable[[Workload, int | None], Source], float | None]:
+    """The workload, what makes its executions for a seed, and the recorded wall-clock in seconds if it is a trace.
+    ``accidents``: whether cells are lost where the recorded run lost them."""
     import tomllib
 
     from opengyre.errors import ConfigError
@@ -94,6 +97,8 @@ def _load(args: argparse.Namespace) -> tuple[Workload, Callable[[Workload, int |
     if args.trace is None:
         return load_workload(args.workload).change(**changes), Drawn, None
     trace = Trace(args.trace)
+    if not accidents:
+        changes = {"cluster.lost_at_h": {}, **changes}
     return trace.workload().change(**changes), trace.source.drawn, trace.wall_s
 
 
@@ -145,7 +150,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
     from opengyre.simulate.plan import choices, plan
 
-    workload, source, _ = _load(args)
+    workload, source, _ = _load(args, accidents=False)
     tried = choices(
         workload,
         policies=args.policy or ("elastic-plus", "async"),

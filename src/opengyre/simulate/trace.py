@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ class Trace:
         return Workload(
             name=config.name,
             about=f"recorded run {self.run_dir}",
-            cluster=Cluster(cells=cells.satellites + 1, slots=cells.slots, gpus_per_node=1),
+            cluster=Cluster(cells=cells.satellites + 1, slots=cells.slots, gpus_per_node=1, lost_at_h=self._lost[0]),
             run=Run(
                 steps=len(self.kinds["step"]),
                 queries_per_step=samples.queries_per_step,
@@ -206,6 +207,7 @@ class Trace:
             took = [e["total_s"] for e in self.kinds["switch"] if e["direction"] == direction and e.get("ok", True)]
             switches[direction] = statistics.median(took) if took else switches[direction]
         commit_s, publish_s = self._commit()
+        restarts = self._lost[1]
         pulls = [self._alone_s(e["t"] - e["seconds"], e["t"]) for e in self.kinds["pull"]]
         return CostModel(
             decode_base_s=max(measured.decode_base_s, 1 / _FAST),
@@ -220,6 +222,7 @@ class Trace:
             to_train_s=switches["rollout>train"],
             to_rollout_s=switches["train>rollout"],
             kv_tokens_per_s=_FAST,  # part of the switch
+            restart_s=statistics.median(restarts) if restarts else CostModel().restart_s,
         )
 
     def _micro_steps(self) -> list[RecordedMicroStep]:
@@ -247,13 +250,34 @@ class Trace:
     def _alone_s(self, start: float, end: float) -> float:
         return self.load.alone_s(self.costs.host, start, end)
 
+    @cached_property
+    def _lost(self) -> tuple[dict[str, list[float]], list[float]]:
+        """Hours at which cells were lost, and the seconds until each had a role again."""
+        began = self.kinds["query"][0]["t"]
+        hours: dict[str, list[float]] = {}
+        since: dict[str, float] = {}
+        restarts = []
+        for event in self.kinds["cell"]:
+            cell, state = event["cell"], CellState(event["state"])
+            if state is CellState.DEAD and event["t"] >= began:
+                hours.setdefault(cell, []).append((event["t"] - began) / 3600)
+                since[cell] = event["t"]
+            elif state.stable and cell in since:
+                restarts.append(event["t"] - since.pop(cell))
+        return hours, restarts
+
     def _hand_over(self) -> float:
-        done = {(e["step"], e["micro"]): e["t"] for e in self.kinds["micro_step"] if e["state"] == "done"}
-        pushed = [e for e in self.kinds["micro_step"] if e["state"] == "pushed"]
+        """From the last micro-step of a satellite's sum until that is in the core's."""
         cores = {c["cell"] for e in self.kinds["run"] for c in e.get("cells", ()) if c["core"]}
-        waits = [(done.get((e["step"], e["micro"]), e["t"]), e["t"]) for e in pushed if e["cell"] not in cores]
-        # the last of a hand-over waited for nothing else
-        return min((self._alone_s(*wait) for wait in waits), default=0.0)
+        done: dict[tuple[int, int], float] = {}
+        waits = []
+        for event in self.kinds["micro_step"]:  # one whose sum was lost is done again
+            key = event["step"], event["micro"]
+            if event["state"] == "done":
+                done[key] = event["t"]
+            elif event["state"] == "pushed" and event["cell"] not in cores and key in done:
+                waits.append(self._alone_s(done[key], event["t"]))
+        return min(waits, default=0.0)  # the others waited for more micro-steps
 
     def _commit(self) -> tuple[float, float]:
         """From the last counted micro-step to the step, and from the step to the next admission: medians."""
