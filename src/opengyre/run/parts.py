@@ -170,7 +170,7 @@ class _Flow:
             unfinished_groups=len(self._assembler.running),
             admissible_queries=self._assembler.admissible(),
             step_groups=len(self._assembler.step_groups),
-            ready_groups=len(self._assembler.ready),
+            ready_groups=self._assembler.waiting,
             missing_groups=self._assembler.missing,
         )
 

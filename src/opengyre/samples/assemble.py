@@ -121,6 +121,11 @@ class Assembler:
         """Completed queries that wait for a later step, in the order in which they completed."""
         return [p.query_id for p in self._completed()]
 
+    @property
+    def waiting(self) -> int:
+        """How many these are."""
+        return len([p for p in self._pending.values() if p.order is not None])
+
     def admissible(self, serving: int | None = None) -> int:
         """How many queries may be admitted now.
 

@@ -13,10 +13,10 @@ The counts per group and bin are kept, not made: an outlook looks anew only at e
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,11 +27,15 @@ Floats = NDArray[np.float64]
 _BINS = 64
 _FIRST_S, _LAST_S = 0.05, 1e6  # from the quickest test to eleven days
 _EDGES: Floats = np.concatenate([[0.0], np.geomspace(_FIRST_S, _LAST_S, _BINS)])  # a bin is 1.3 times the one before
+_EDGE_LIST: list[float] = _EDGES.tolist()  # one number is found faster in a list
 _AGES = _BINS + 1  # number of bins: one more below the first edge
 _UNTIL: Floats = np.append(_EDGES[1:], [np.inf, np.inf])  # where a bin ends, and one that is asked for past the last
 _EARLY = 1 - 1e-8  # an age is looked at before it can have left its bin: start + duration is rounded
 _FEWEST = 8  # executions over, before their durations say anything
-_HORIZONS = 32  # moments at which a wait is looked at; between them it is interpolated
+_HORIZONS: Floats = np.geomspace(0.01, 30.0, 32)  # where a wait is looked at, in typical durations: at once, to a tail
+_MIDDLES: Floats = np.sqrt(np.maximum(_EDGES, _FIRST_S / 2) * np.append(_EDGES[1:], _LAST_S))  # of the bins
+_MIDDLES[0] = 0.0  # most of them have just started
+_LOG_S: Floats = np.log(np.maximum(_EDGES, _FIRST_S / 2))
 _KEEP = 0.999  # per execution that ends: the policy learns, and what was true 1,000 executions ago fades
 _REFRESH_SHARE = 0.05  # of the typical duration: an outlook is as good as new so long
 _ROOM = 64  # executions that fit at first; doubled when they do not
@@ -52,6 +56,7 @@ class Survival:
 
     def __init__(self) -> None:
         self._ended: Floats = np.zeros(_AGES)
+        self._weight = 0.0  # their sum
         self._places: dict[str, int] = {}  # execution not over -> its place
         self._groups: dict[str, tuple[int, int]] = {}  # query -> its group number, members not over
         self._free: list[int] = []
@@ -95,9 +100,11 @@ class Survival:
         place = self._places.pop(execution, None)
         if place is None:
             return
-        if counts and np.isfinite(self._start[place]):
+        started = float(self._start[place])
+        if counts and math.isfinite(started):
             self._ended *= _KEEP
-            self._ended[_bin(now - self._start[place])] += 1
+            self._weight = self._weight * _KEEP + 1.0
+            self._ended[_bin(now - started)] += 1
         number, members = self._groups[query]
         self._members[number, self._bins[place]] -= 1
         self._start[place] = self._leaves[place] = np.inf
@@ -109,7 +116,7 @@ class Survival:
 
     def outlook(self, now: float, missing: int) -> Outlook:
         """What to expect, if the open step still misses so many groups."""
-        if self._ended.sum() < _FEWEST or not self._places:
+        if self._weight < _FEWEST or not self._places:
             return Outlook()
         if missing == self._about and now - self._made < _REFRESH_SHARE * self._typical_s:
             return self._outlook
@@ -127,7 +134,7 @@ class Survival:
         ages = now - start
         bins = before + (ages >= _UNTIL[before])
         far = np.flatnonzero(ages >= _UNTIL[before + 1])  # most go to the next bin; a search takes longer
-        bins[far] = _bin(ages[far])
+        bins[far] = np.searchsorted(_EDGES, ages[far], side="right") - 1
         rows, counts = self._group[due] * _AGES, self._members.reshape(-1)  # a view
         np.subtract.at(counts, rows + before, np.float32(1))
         np.add.at(counts, rows + bins, np.float32(1))
@@ -145,10 +152,8 @@ def expect(ended: Floats, members: NDArray[np.float32], void: Sequence[int], mis
         missing: groups that the open step waits for.
     """
     log_survival = _log_survival(ended, members.sum(axis=0).astype(np.float64))
-    horizons = typical_s(ended) * np.geomspace(0.01, 30.0, _HORIZONS)  # at once, to a tail of 30 typical durations
-    ages = np.sqrt(np.maximum(_EDGES, _FIRST_S / 2) * np.append(_EDGES[1:], _LAST_S))  # the middle of each bin
-    ages[0] = 0.0  # most of them have just started
-    now, then = (np.interp(t, _EDGES, log_survival) for t in (ages, ages + horizons[:, None]))
+    horizons = typical_s(ended) * _HORIZONS
+    now, then = (np.interp(t, _EDGES, log_survival) for t in (_MIDDLES, _MIDDLES + horizons[:, None]))
     over = -np.expm1(np.minimum(0.0, then - now))  # of an execution of that age by then, shape (horizons, bins)
     log_over = np.log(np.maximum(1e-300, over)).astype(np.float32)
 
@@ -167,12 +172,12 @@ def expect(ended: Floats, members: NDArray[np.float32], void: Sequence[int], mis
 
 def typical_s(ended: Floats) -> float:
     """Geometric mean of the durations counted."""
-    return float(np.exp(np.average(np.log(np.maximum(_EDGES, _FIRST_S / 2)), weights=ended)))
+    return math.exp(float(ended @ _LOG_S) / float(ended.sum()))
 
 
-def _bin(seconds: Floats | float) -> Any:
-    """The bin of a duration, of several an array: 0 below _FIRST_S, the last one from _LAST_S on."""
-    return np.maximum(np.searchsorted(_EDGES, seconds, side="right") - 1, 0)
+def _bin(seconds: float) -> int:
+    """The bin of a duration: 0 below _FIRST_S, the last one from _LAST_S on."""
+    return max(0, bisect_right(_EDGE_LIST, seconds) - 1)
 
 
 def _log_survival(ended: Floats, running: Floats) -> Floats:
