@@ -89,17 +89,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from opengyre.config import load, to_toml
+    from opengyre.config import to_toml
     from opengyre.quickstart import CONFIG_FILE
-    from opengyre.run.preflight import prepare, resolve_run_dir
+    from opengyre.run.preflight import prepare_file
     from opengyre.run.train import train
 
     path = CONFIG_FILE if args.config == "quickstart" else Path(args.config)
     overrides: list[str] = args.set + ([] if args.paced is None else [f"paced.speed={args.paced}"])
-    if args.resume and path.is_dir():
-        path, overrides = path / "config.toml", [*overrides, f"run_dir={str(path.absolute())!r}"]
-    config = load(path, overrides)
-    prepared = prepare(config, resolve_run_dir(config), resume=args.resume)
+    prepared = prepare_file(path, overrides, resume=args.resume)
     if args.dry_run:
         print(to_toml(prepared.config), end="")
         print(f"\n# run folder: {prepared.run_dir}\n# model: {prepared.model_dir}")

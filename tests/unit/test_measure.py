@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from opengyre.cells.state import CellState
+from opengyre.config import RunConfig, to_toml
+from opengyre.errors import RecordError
 from opengyre.simulate.cost import CostModel
 from opengyre.simulate.measure import Costs, Load, RecordedCall, RecordedMicroStep, costs
 from opengyre.simulate.recorder import Recorder
 from opengyre.simulate.script import Execution, Query, Script, Turn
 from opengyre.simulate.serving import Engine
 from opengyre.simulate.simulator import Simulator
+from opengyre.simulate.trace import Trace
 from opengyre.simulate.workload import Host, Workload, build
 
 COST = CostModel(
@@ -164,3 +169,19 @@ def test_who_shares_one_core_takes_the_time_of_all_together() -> None:
     )
     assert own == pytest.approx(100 + 80 + 5)
     assert shared == pytest.approx(2 * 100 + 80 + 5)
+
+
+def test_a_trace_says_what_it_is_missing(tmp_path: Path) -> None:
+    def folder(name: str, *events: dict[str, Any]) -> Path:
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.toml").write_text(to_toml(RunConfig()))
+        (run / "events.jsonl").write_text("".join(json.dumps({"t": 0.0, **event}) + "\n" for event in events))
+        return run
+
+    with pytest.raises(RecordError, match=r"has no events\.jsonl"):
+        Trace(tmp_path)
+    with pytest.raises(RecordError, match="no committed step"):
+        Trace(folder("began", {"kind": "query", "query": "q", "state": "admitted"}))
+    with pytest.raises(RecordError, match="trained nothing"):
+        Trace(folder("all-alike", {"kind": "step", "step": 1}))

@@ -193,6 +193,7 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def every_query_is_in_one_place(self) -> None:
+        assert self.a.waiting == len(self.a.ready)
         places = [*self.trained, *self.gone, *self.a.step_groups, *self.a.running, *self.a.ready]
         assert sorted(places) == sorted(f"q{i}" for i in range(self.names))
         assert (self.a.trained, self.a.dropped, self.a.admitted) == (len(self.trained), len(self.gone), self.names)

@@ -34,15 +34,10 @@ def add_parser(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Collect; says what came of it."""
-    from opengyre.config import load
     from opengyre.run.collect import collect, describe
-    from opengyre.run.preflight import prepare, resolve_run_dir
+    from opengyre.run.preflight import prepare_file
 
-    path, overrides = Path(args.config), list(args.set)
-    if args.resume and path.is_dir():
-        path, overrides = path / "config.toml", [*overrides, f"run_dir={str(path.absolute())!r}"]
-    config = load(path, overrides)
-    prepared = prepare(config, resolve_run_dir(config), resume=args.resume)
+    prepared = prepare_file(Path(args.config), args.set, resume=args.resume)
     collected = collect(
         prepared, executions=args.executions, engine=args.engine, split=args.split, limit=args.limit, say=say
     )

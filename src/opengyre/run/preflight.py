@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from opengyre.cells.policies import make_policy
-from opengyre.config import RunConfig, build, to_toml
+from opengyre.config import RunConfig, build, load, to_toml
 from opengyre.errors import ConfigError
 from opengyre.executions.harness.base import Harness, Limits
 from opengyre.executions.harness.registry import make_harness
@@ -39,6 +39,14 @@ class Prepared:
     train: list[Task]
     held_out: list[Task]
     resumed: bool
+
+
+def prepare_file(path: Path, overrides: list[str], *, resume: bool) -> Prepared:
+    """A config file with ``KEY.PATH=VALUE`` overrides, or a run folder to go on with. Raises as ``prepare``."""
+    if resume and path.is_dir():
+        path, overrides = path / CONFIG_FILE, [*overrides, f"run_dir={str(path.absolute())!r}"]
+    config = load(path, overrides)
+    return prepare(config, resolve_run_dir(config), resume=resume)
 
 
 def prepare(config: RunConfig, run_dir: Path, *, resume: bool) -> Prepared:

@@ -126,6 +126,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     if args.json:
         return 0
     _write(f"{workload.name}: {workload.about}")
+    _say_host(workload)
     for line in table(rows):
         _write(line)
     if wall_s is not None:
@@ -173,9 +174,16 @@ def run_plan(args: argparse.Namespace) -> int:
             _write(msgspec.json.encode(planned).decode())
     if not args.json:
         _write(f"{workload.name}: the best of {len(tried)} configurations, by {args.objective} per step")
+        _say_host(workload)
         for line in _plan_table(found):
             _write(line)
     return 0
+
+
+def _say_host(workload: Workload) -> None:
+    if workload.host.cores:
+        shared = f"host.cores = {workload.host.cores:g}, host.harness_cores = {workload.host.harness_cores:g}"
+        _write(f"on one machine: {shared}; for cells with hardware of their own, --set host.cores=0")
 
 
 def _plan_table(found: list[Planned]) -> list[str]:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from opengyre.simulate.workload import Host
 
 Floats = NDArray[np.float64]
-Spans = Sequence[tuple[float, float]]  # start and end, seconds on the run's clock
 
 _CORES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)  # what cells can share: more cores than cells are found by no slowdown
 _HARNESS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # of a core, by an execution that waits for no call
@@ -60,6 +59,31 @@ class Costs(NamedTuple):
     host: Host
 
 
+class Moments:
+    """Levels that change at given moments only, each as its values from every moment on."""
+
+    def __init__(self, *edges: Sequence[float] | Floats) -> None:
+        self.at: Floats = np.unique(np.concatenate([np.asarray(e, dtype=np.float64) for e in edges]))
+
+    def level(self, spans: Floats) -> Floats:
+        """How many of the spans, shape (n, 2), are open."""
+        starts, ends = np.sort(spans, axis=0).T
+        opened, closed = (np.searchsorted(edges, self.at, side="right") for edges in (starts, ends))
+        return (opened - closed).astype(np.float64)
+
+    def steps(self, values: Sequence[tuple[float, bool]]) -> Floats:
+        """A level that is given by (moment, whether from then on), rising; 0 before."""
+        known = np.searchsorted([t for t, _ in values], self.at, side="right")
+        level: Floats = np.array([0.0, *(float(value) for _, value in values)])[known]
+        return level
+
+    def area(self, level: Floats, start: Floats, end: Floats) -> Floats:
+        """The integral of a level from each start to its end."""
+        so_far = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self.at))])
+        area: Floats = np.interp(end, self.at, so_far) - np.interp(start, self.at, so_far)
+        return area
+
+
 class Load:
     """How many cells compute, and how many executions wait for no call, at each moment of a run.
 
@@ -74,7 +98,7 @@ class Load:
         self,
         calls: Sequence[RecordedCall],
         micro_steps: Sequence[RecordedMicroStep],
-        executions: Spans,
+        executions: Sequence[tuple[float, float]],
         serving: Sequence[tuple[float, bool]],
         pulls: Sequence[tuple[str, float, float]] = (),
     ) -> None:
@@ -82,44 +106,44 @@ class Load:
         works: list[RecordedCall | RecordedMicroStep] = [*calls, *micro_steps]
         for one in works:
             by_cell.setdefault(one.cell, []).append((one.start, one.end))
+        busy = np.concatenate([_union(_spans(group)) for group in by_cell.values()])
+        asking, running = _spans([(c.start, c.end) for c in calls]), _spans(executions)
+        self.changes = serving
+        self.pulls: dict[str, list[tuple[float, float]]] = {}
+        for cell, began, ended in pulls:
+            self.pulls.setdefault(cell, []).append((began, ended))
         turns = [t for t, _ in serving]
-        all_calls = [(c.start, c.end) for c in calls]
-        spans = [t for group in (*by_cell.values(), executions) for span in group for t in span]
-        spans += [t for _, *span in pulls for t in span]
-        self.pulls = pulls
-        self.moments: Floats = np.unique(np.array([*spans, *turns]))
+        self.moments = Moments(busy.ravel(), asking.ravel(), running.ravel(), turns)
         self.cells = len(by_cell)
-        self.computing: Floats = np.zeros(len(self.moments))
-        for group in by_cell.values():
-            self.computing += self.level(group) > 0
-        self.outside: Floats = np.maximum(0.0, self.level(executions) - self.level(all_calls))
-        known = np.searchsorted(turns, self.moments, side="right")
-        self.serving: Floats = np.array([0.0, *(float(serves) for _, serves in serving)])[known]
+        self.computing = self.moments.level(busy)
+        self.outside: Floats = np.maximum(0.0, self.moments.level(running) - self.moments.level(asking))
+        self.serving = self.moments.steps(serving)
 
-    def level(self, spans: Spans) -> Floats:
-        """How many spans are open from each moment on."""
-        starts, ends = np.sort(np.array(spans, dtype=np.float64).reshape(-1, 2), axis=0).T
-        opened, closed = (np.searchsorted(edges, self.moments, side="right") for edges in (starts, ends))
-        return (opened - closed).astype(np.float64)
-
-    def slowdown(self, host: Host) -> Floats:
-        """From each moment on."""
-        slowdown: Floats = np.maximum(1.0, host.demand(self.computing, self.outside))
-        return slowdown
-
-    def area(self, level: Floats, start: Floats, end: Floats) -> Floats:
-        """The integral of a level from each start to its end."""
-        so_far = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self.moments))])
-        area: Floats = np.interp(end, self.moments, so_far) - np.interp(start, self.moments, so_far)
-        return area
+    def speed(self, host: Host) -> Floats:
+        """What is done in a second, of what a cell alone would do."""
+        speed: Floats = 1 / np.maximum(1.0, host.demand(self.computing, self.outside))
+        return speed
 
     def alone_s(self, host: Host, start: float, end: float) -> float:
         """What would have been done by a cell alone in so many seconds."""
-        return float(self.area(1 / self.slowdown(host), np.array([start]), np.array([end]))[0])
+        return float(self.moments.area(self.speed(host), np.array([start]), np.array([end]))[0])
+
+
+def _spans(pairs: Sequence[tuple[float, float]]) -> Floats:
+    return np.array(pairs, dtype=np.float64).reshape(-1, 2)
+
+
+def _union(spans: Floats) -> Floats:
+    """The same time in spans that do not overlap."""
+    spans = spans[np.argsort(spans[:, 0])]
+    so_far = np.maximum.accumulate(spans[:, 1])
+    first = np.concatenate([[True], spans[1:, 0] > so_far[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([spans[first, 0], so_far[last]], axis=1)
 
 
 def costs(calls: Sequence[RecordedCall], micro_steps: Sequence[RecordedMicroStep], load: Load) -> Costs:
-    """Fit the costs, on the host that explains most.
+    """Fit the costs, on the host that explains most. There must be a call and a micro-step.
 
     Of a call: ``slowdown (fixed + tokens (base + per call x calls beside it) + per token x prompts that its cell took
     in meanwhile, its own among them)``, as serving.py has it; the fixed part is rendering and the wire. Of a
@@ -144,68 +168,69 @@ def _hosts(cells: int) -> Iterable[Host]:
 
 
 class _Fit:
-    """Least squares of seconds over columns that a host stretches."""
+    """Least squares of seconds over columns that a host stretches.
 
-    columns: Floats
+    ``seconds``: of each, that count; ``share``: that these are of those in which it could have gone on by ``level``.
+    """
+
+    load: Load
     start: Floats
     end: Floats
+    columns: Floats
+    seconds: Floats
+    share: Floats
 
-    def __init__(self, load: Load) -> None:
-        self.load = load
-
-    def area(self, level: Floats) -> Floats:
-        """The integral of a level over the time that counts."""
-        return self.load.area(level, self.start, self.end)
+    def level(self) -> Floats:
+        """1 where it can go on."""
+        return np.ones_like(self.load.moments.at)
 
     def fit(self, host: Host) -> tuple[list[float], float]:
         """Coefficients of at least 0, and the sum of squares that they leave."""
-        seconds = self.area(np.ones_like(self.load.moments))
-        alone = self.area(1 / self.load.slowdown(host))
-        stretched = self.columns * (seconds / np.maximum(_LEAST_S, alone))[:, None]
-        found = non_negative(stretched, seconds)
-        return found, float(np.sum((seconds - stretched @ found) ** 2))
+        alone = self.load.moments.area(self.level() * self.load.speed(host), self.start, self.end) * self.share
+        stretched = self.columns * (self.seconds / np.maximum(_LEAST_S, alone))[:, None]
+        found = non_negative(stretched, self.seconds)
+        return found, float(np.sum((self.seconds - stretched @ found) ** 2))
 
     def unexplained(self, host: Host) -> float:
         """The share of the variance that is left."""
-        seconds = self.area(np.ones_like(self.load.moments))
-        return self.fit(host)[1] / max(_LEAST_S, float(np.sum((seconds - seconds.mean()) ** 2)))
+        return self.fit(host)[1] / max(_LEAST_S, float(np.sum((self.seconds - self.seconds.mean()) ** 2)))
 
 
 class _Decoding(_Fit):
-    """Of calls."""
+    """Of calls. A call waits while all cells train, and while its own takes new weights."""
 
     def __init__(self, calls: Sequence[RecordedCall], load: Load) -> None:
-        super().__init__(load)
-        self.cells = np.array([c.cell for c in calls])
+        self.load = load
+        cells = np.array([c.cell for c in calls])
         self.start, self.end, tokens, prompt = np.array([c[:4] for c in calls], dtype=np.float64).T
-        self._pulls: dict[str, list[tuple[float, float]]] = {}
-        for cell, began, ended in load.pulls:
-            self._pulls.setdefault(cell, []).append((began, ended))
-        beside, taken_in = np.zeros(len(calls)), np.zeros(len(calls))
-        counted = np.maximum(_LEAST_S, self.area(np.ones_like(load.moments)))
-        for cell in np.unique(self.cells):
-            at = np.flatnonzero(self.cells == cell)
+        beside, taken_in, self.seconds, self.share = (np.zeros(len(calls)) for _ in range(4))
+        turns = [t for t, _ in load.changes]
+        for cell in np.unique(cells):
+            at = np.flatnonzero(cells == cell)
             s, e = self.start[at], self.end[at]
-            beside[at] = (self.area(load.level(list(zip(s, e, strict=True)))) / counted)[at]
+            pulls = _spans(load.pulls.get(str(cell), []))
+            moments = Moments(s, e, pulls.ravel(), turns)
+            serving = moments.steps(load.changes)
+            counts = serving * (moments.level(pulls) == 0)
+            self.seconds[at] = moments.area(counts, s, e)
+            self.share[at] = self.seconds[at] / np.maximum(_LEAST_S, moments.area(serving, s, e))
+            together = moments.area(counts * moments.level(np.stack([s, e], axis=1)), s, e)
+            beside[at] = together / np.maximum(_LEAST_S, self.seconds[at])
             order = np.argsort(s)
             so_far = np.concatenate([[0.0], np.cumsum(prompt[at][order])])
             first, last = np.searchsorted(s[order], s, side="left"), np.searchsorted(s[order], e, side="right")
             taken_in[at] = so_far[last] - so_far[first]
         self.columns = np.stack([np.ones(len(calls)), tokens, tokens * beside, taken_in], axis=1)
 
-    def area(self, level: Floats) -> Floats:
-        """A call waits while all cells train, and while its own takes new weights."""
-        level = level * self.load.serving
-        area = super().area(level)
-        for cell, pulls in self._pulls.items():
-            area -= (self.cells == cell) * super().area(level * self.load.level(pulls))
-        return area
+    def level(self) -> Floats:
+        """Where a cell serves."""
+        return self.load.serving
 
     def some(self, count: int) -> _Decoding:
         """At most so many of them, evenly."""
-        every, out = -(-len(self.start) // count), copy.copy(self)
-        out.start, out.end = self.start[::every], self.end[::every]
-        out.columns, out.cells = self.columns[::every], self.cells[::every]
+        every, out = max(1, -(-len(self.start) // count)), copy.copy(self)
+        for name in ("start", "end", "columns", "seconds", "share"):
+            setattr(out, name, getattr(self, name)[::every])
         return out
 
 
@@ -213,9 +238,10 @@ class _Training(_Fit):
     """Of micro-steps."""
 
     def __init__(self, micro_steps: Sequence[RecordedMicroStep], load: Load) -> None:
-        super().__init__(load)
-        self.start, self.end, tokens = np.array([m[:3] for m in micro_steps], dtype=np.float64).reshape(-1, 3).T
+        self.load = load
+        self.start, self.end, tokens = np.array([m[:3] for m in micro_steps], dtype=np.float64).T
         self.columns = np.stack([np.ones(len(micro_steps)), tokens], axis=1)
+        self.seconds, self.share = self.end - self.start, np.ones(len(micro_steps))
 
 
 def non_negative(columns: Floats, target: Floats) -> list[float]:

@@ -100,6 +100,8 @@ class Trace:
         if not steps:
             raise RecordError("has no committed step", where=str(run_dir), right="a run with at least one")
         self._micro_tokens = [e["tokens"] for e in self.kinds["micro_step"] if e["state"] == "claimed"]
+        if not self._micro_tokens:
+            raise RecordError("trained nothing", where=str(run_dir), right="a run with at least one micro-step")
         self._picker = load_picker(self.config.samples.picker)
         self.source = Recorded(self._groups(), str(self.config.samples.j_max))
         micro_steps = self._micro_steps()
