@@ -101,6 +101,10 @@ class CellsConfig(_Table, frozen=True, kw_only=True):
     silence_s: float = 900.0  # a cell that leaves a call unanswered for so long is replaced; checkpoints take a while
     kv_transfer: bool = True  # move KV with preempted calls where versions agree
 
+    def names(self) -> list[tuple[str, bool]]:
+        """(name, is the core) of every cell, in the run's order."""
+        return [("core", True), *((f"satellite-{n}", False) for n in range(1, self.satellites + 1))]
+
 
 class ScheduleConfig(_Table, frozen=True, kw_only=True):
     """When cells change role, and how far rollout may run ahead."""

@@ -30,7 +30,6 @@ from opengyre.paced.pace import Pace
 from opengyre.paced.speech import Speech
 from opengyre.rollout.base import GenerateRequest, TokenChunk
 from opengyre.rollout.tokens import from_wire
-from opengyre.run.parts import cell_names
 from opengyre.samples.build import unique_tokens
 from opengyre.samples.types import Sample
 from opengyre.samples.types import from_wire as sample_from_wire
@@ -48,7 +47,7 @@ class PacedCluster:
         self._config, self._pace, self._cost, self._speech = config, pace, cost, speech
         self._sums: dict[str, list[str]] = {}  # handed over, by key
         self._cells: list[PacedCell] = []
-        check_lost_at(config.paced.lost_at_h, dict(cell_names(config)), "paced.lost_at_h")
+        check_lost_at(config.paced.lost_at_h, dict(config.cells.names()), "paced.lost_at_h")
         self._began = pace.now()
         self._losses: dict[str, Iterator[float]] = {}
 

@@ -207,11 +207,6 @@ def _cluster(prepared: Prepared) -> Cluster:
     return PacedCluster(config, pace_of(config.paced), cost_model(config.paced), Speech(renderer, program))
 
 
-def cell_names(config: RunConfig) -> list[tuple[str, bool]]:
-    """(name, is the core) of every cell, in the run's order."""
-    return [("core", True), *((f"satellite-{n}", False) for n in range(1, config.cells.satellites + 1))]
-
-
 def _cells(
     prepared: Prepared, run_id: str, router: Router, events: EventLog, *, core_may_leave: bool
 ) -> list[LiveCell]:
@@ -240,7 +235,7 @@ def _cells(
             silence_s=config.cells.silence_s,
             events=events,
         )
-        for place, (name, core) in enumerate(cell_names(config))
+        for place, (name, core) in enumerate(config.cells.names())
     ]
 
 

@@ -11,7 +11,7 @@ from typing import TextIO
 from opengyre.errors import OpenGyreError, RecordError
 from opengyre.paced.pace import pace_of
 from opengyre.run.conductor import Conductor
-from opengyre.run.parts import assemble_parts, cell_names
+from opengyre.run.parts import assemble_parts
 from opengyre.run.preflight import Prepared, claim_run_dir
 from opengyre.run.summary import Summary
 from opengyre.watch.events import EventLog, read
@@ -58,7 +58,7 @@ async def _train(prepared: Prepared, output: TextIO) -> Summary:
             steps=config.steps,
             seed=config.seed,
             learning_rate=config.train.learning_rate,
-            cells=[{"cell": name, "core": core} for name, core in cell_names(config)],
+            cells=[{"cell": name, "core": core} for name, core in config.cells.names()],
         )
         reason = "stopped"
         try:

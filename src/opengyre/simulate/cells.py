@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from opengyre.cells.policies.base import Action
 from opengyre.cells.state import CellState
-from opengyre.run.parts import cell_names
 from opengyre.simulate.faults import check_lost_at, moments
 from opengyre.simulate.script import Execution
 from opengyre.simulate.serving import Engine
@@ -70,7 +69,7 @@ class Pool:
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
-        names = cell_names(sim.config)
+        names = sim.config.cells.names()
         self.cells = {n: Cell(n, core, Engine(sim.cost, sim.config.cells.slots)) for n, core in names}
         self.core = next(c for c in self.cells.values() if c.core)
         cluster = sim.workload.cluster
