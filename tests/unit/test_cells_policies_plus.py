@@ -91,7 +91,12 @@ def test_where_steps_do_not_overlap_the_waterlevel_rule_stands_and_the_core_help
                 assert policy.decide(s) == elastic.decide(s)
     full = see(cells(ROLLOUT, ROLLOUT, ROLLOUT), queued=2, running=12, next_group_s=60.0)
     assert moves(policy, full) == {"core": "rollout"}
-    assert moves(policy, msgspec.structs.replace(full, queued=0)) == {}
+    tail = msgspec.structs.replace(full, queued=0)
+    assert moves(policy, tail) == {"core": "rollout"}
+    assert moves(policy, msgspec.structs.replace(tail, next_group_s=2.9)) == {}  # not much is gained before it comes
+    assert moves(policy, msgspec.structs.replace(full, next_group_s=2.9)) == {"core": "rollout"}
+    assert moves(policy, msgspec.structs.replace(tail, running=3)) == {}  # a cell for each is there
+    assert moves(policy, msgspec.structs.replace(tail, training_cells=3.0)) == {}
     assert moves(policy, msgspec.structs.replace(full, next_group_s=None)) == {}  # missing is not far away
     assert moves(policy, msgspec.structs.replace(full, ready_groups=1)) == {}
 

@@ -19,7 +19,7 @@ With a staleness bound of 0 or 1 all of a step waits for its last groups, and th
 is there when they come is worth more than a fuller use of cells. There the waterlevel rule stands, and only the core's
 idle time is used (else 2 of 160 random workloads took 5 and 8 % longer than under ``elastic``). So it does where
 training is worth several cells all the time: one of them goes or comes whenever a group completes, and to send the idle
-ones away gains nothing (else 10 of 240 took 1 to 4 % longer on average).
+ones away gains nothing (else 10 of 240 took 1 to 4 % longer on average). There the core helps only a queue, no tail.
 
 Every decision follows from the snapshot alone. Nothing here can break the staleness bound: what may be admitted is
 decided elsewhere (samples/assemble.py), and ``admit`` can only take away from it.
@@ -66,22 +66,25 @@ class ElasticPlusPolicy:
         demand = level + snapshot.admissible_queries * self._config.samples.group_size
         many = snapshot.training_cells is not None and snapshot.training_cells >= _MANY
         if self._config.schedule.max_staleness < _DEEP or many:
-            return self._shallow(snapshot, demand)
+            return self._shallow(snapshot, demand, tails=not many)
         for rule in (self._core_due, self._back, self._out):
             if (verdict := rule(snapshot, demand)) is not None:
                 return Decision(*verdict, admit)
         return Decision([], "every cell is where it is of use", admit)
 
-    def _shallow(self, s: Snapshot, demand: int) -> Decision:
-        """The waterlevel rule, and the core helps while executions have no slot and there is nothing to train."""
+    def _shallow(self, s: Snapshot, demand: int, *, tails: bool) -> Decision:
+        """The waterlevel rule, and the core helps while there is nothing to train: executions that have no slot, and
+        with ``tails`` those that have."""
         if (verdict := self._core_due(s, demand)) is not None:
             return Decision(*verdict)
         decision = self._waterlevel.decide(s)
         busy = s.claimable_micro_steps or s.claimed_micro_steps or s.ready_groups or s.step_full or not s.step_open
-        far = s.next_group_s is not None and s.next_group_s >= switch_pair_s(s, self._config)
-        if decision.actions or busy or not far or demand <= len(s.heading("rollout")) * s.slots:
+        if decision.actions or busy or s.next_group_s is None:
             return decision
-        core = settled(s, [c for c in s.training() if c.core], self._config.schedule.cooldown_s)
+        rollouts, pair_s = len(s.heading("rollout")), switch_pair_s(s, self._config)
+        queue = demand > rollouts * s.slots
+        helps = s.next_group_s >= pair_s * (1 if queue else _SPREAD_PAIRS) and (queue or (tails and demand > rollouts))
+        core = settled(s, [c for c in s.training() if c.core and helps], self._config.schedule.cooldown_s)
         reason = f"nothing to train (next group: {s.next_group_s:.1f} s), {demand} executions"
         return Decision([Action(c.name, "rollout") for c in core], reason) if core else decision
 
