@@ -64,7 +64,14 @@ def test_the_core_comes_back_when_there_is_work_and_at_once_when_the_step_is_ful
     assert moves(plus(), see(fresh, running=9, claimable_micro_steps=1)) == {}  # cooling down
     assert moves(plus(), see(fresh, running=9, step_full=True)) == {"core": "train"}
     alone = cells(TRAINING, TRAINING, TRAINING, core=ROLLOUT)
-    assert "core" not in moves(plus(), see(alone, running=1, step_full=True))  # somebody must serve first
+    full = see(alone, running=1, step_full=True)
+    assert moves(plus(), full) == {"s1": "rollout"}  # somebody must serve first, and nobody else would come
+    assert moves(make_policy(config("elastic-plus", max_staleness=1)), full) == {"s1": "rollout"}
+    relieved = see(cells(CellState.PULLING, TRAINING, TRAINING, core=ROLLOUT), running=1, step_full=True)
+    assert moves(plus(), relieved) == {}  # it is coming
+    assert moves(plus(), see(cells(ROLLOUT, TRAINING, TRAINING, core=ROLLOUT), running=1, step_full=True)) == {
+        "core": "train"
+    }
 
 
 def test_the_cell_with_the_least_kv_goes_and_unknown_is_much() -> None:

@@ -101,8 +101,16 @@ class ElasticPlusPolicy:
             return None
         if not s.step_full and not settled(s, [core], self._config.schedule.cooldown_s):
             return None  # a full step does not wait for a cool-down
-        actions = keep_one_serving(s, [Action(core.name, "train")])
-        return (actions, "the step is full" if s.step_full else "micro-steps wait") if actions else None
+        if actions := keep_one_serving(s, [Action(core.name, "train")]):
+            return actions, "the step is full" if s.step_full else "micro-steps wait"
+        if not s.step_full or len(s.heading("rollout")) > 1:
+            return None  # satellites train; or one is coming
+        relief = min(s.training(), key=lambda c: (c.since, c.name), default=None)
+        return (
+            None
+            if relief is None
+            else ([Action(relief.name, "rollout")], "the step is full, and the core serves alone")
+        )
 
     def _back(self, s: Snapshot, demand: int) -> Verdict | None:
         """Idle trainers roll out while they wait for the next group."""
