@@ -105,12 +105,8 @@ class ElasticPlusPolicy:
             return actions, "the step is full" if s.step_full else "micro-steps wait"
         if not s.step_full or len(s.heading("rollout")) > 1:
             return None  # satellites train; or one is coming
-        relief = min(s.training(), key=lambda c: (c.since, c.name), default=None)
-        return (
-            None
-            if relief is None
-            else ([Action(relief.name, "rollout")], "the step is full, and the core serves alone")
-        )
+        reliefs = sorted(s.training(), key=lambda c: (c.since, c.name))
+        return [Action(c.name, "rollout") for c in reliefs[:1]], "the step is full, and the core serves alone"
 
     def _back(self, s: Snapshot, demand: int) -> Verdict | None:
         """Idle trainers roll out while they wait for the next group."""
