@@ -30,23 +30,27 @@ _AFFINITY = 0.5  # as proxy/router.py: a cached prefix is not worth half of the 
 
 @dataclass(slots=True, eq=False)
 class Cell:
-    """One cell. ``busy``: it computes or hands over; ``life``: makes what a dead cell had under way void."""
+    """One cell. ``life``: makes the switch that a dead cell had under way void."""
 
     name: str
     core: bool
     engine: Engine
     state: CellState = _C.STARTING
     since: float = 0.0
-    busy: bool = False
     leaving: bool = False
     doing: float = 0.0  # tokens of the micro-step at hand
     began: float = 0.0  # what it is busy with, …
     ends: float = 0.0  # … when that will be done, …
-    then: Callable[[Cell], None] | None = None  # … and what then; None: it was lost
+    then: Callable[[Cell], None] | None = None  # … and what then; None: nothing
     held: list[float] = field(default_factory=list)
     life: int = 0
     reason: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def busy(self) -> bool:
+        """It computes, hands over or commits."""
+        return self.then is not None
 
 
 @dataclass(slots=True)
@@ -224,7 +228,7 @@ class Pool:
 
     def _work(self, cell: Cell, seconds: float, then: Callable[[Cell], None], tokens: float = 0.0) -> None:
         """Be busy with what takes so long on a machine of its own."""
-        cell.busy, cell.doing, cell.then = True, tokens, then
+        cell.doing, cell.then = tokens, then
         cell.began, cell.ends = self.sim.now, self.sim.now + seconds * self.slowdown
         if tokens and self.sim.recorder:
             self.sim.recorder.claimed(self.sim, cell)
@@ -234,7 +238,7 @@ class Pool:
         if cell.then is None or cell.ends != ends:
             return  # it was lost, or slowed down
         self.sim.tally.train_s += self.sim.now - cell.began
-        then, cell.then, cell.busy = cell.then, None, False
+        then, cell.then = cell.then, None
         then(cell)
 
     def _computed(self, cell: Cell) -> None:
@@ -294,7 +298,7 @@ class Pool:
         for cell in cells:
             cell.engine.slow(now, slowdown)
             self.sim.expect(cell.engine)
-            if cell.then is not None:
+            if cell.busy:
                 cell.ends = now + (cell.ends - now) * slowdown / before
                 self.sim.at(cell.ends - now, self._worked, cell, cell.ends)
 
@@ -319,7 +323,7 @@ class Pool:
         lost = cell.held + ([cell.doing] if cell.doing else [])
         self.step.claimable += lost
         self.step.out -= len(lost)
-        cell.held, cell.doing, cell.busy, cell.leaving, cell.then = [], 0.0, False, False, None
+        cell.held, cell.doing, cell.leaving, cell.then = [], 0.0, False, None
         if cell.core:  # the sums it held; what satellites hold is still theirs to hand over
             self.step.claimable += self.step.counted
             self.step.counted, self.committing = [], False

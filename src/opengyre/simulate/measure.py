@@ -77,7 +77,7 @@ class Moments:
         level: Floats = np.array([0.0, *(float(value) for _, value in values)])[known]
         return level
 
-    def area(self, level: Floats, start: Floats, end: Floats) -> Floats:
+    def area(self, level: Floats, start: Floats | float, end: Floats | float) -> Floats:
         """The integral of a level from each start to its end."""
         so_far = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(self.at))])
         area: Floats = np.interp(end, self.at, so_far) - np.interp(start, self.at, so_far)
@@ -124,9 +124,9 @@ class Load:
         speed: Floats = 1 / np.maximum(1.0, host.demand(self.computing, self.outside))
         return speed
 
-    def alone_s(self, host: Host, start: float, end: float) -> float:
-        """What would have been done by a cell alone in so many seconds."""
-        return float(self.moments.area(self.speed(host), np.array([start]), np.array([end]))[0])
+    def alone_s(self, host: Host, start: Floats | float, end: Floats | float) -> Floats:
+        """In how many seconds a cell alone does what is done from each start to its end."""
+        return self.moments.area(self.speed(host), start, end)
 
 
 def _spans(pairs: Sequence[tuple[float, float]]) -> Floats:

@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from opengyre.cells.state import CellState
 from opengyre.config import RunConfig, load
 from opengyre.errors import RecordError
@@ -192,9 +194,7 @@ class Trace:
             self._calls.append(RecordedCall(meta.started_s, meta.ended_s, call.sampled_tokens, new, cell))
             context = call.prompt_tokens + call.sampled_tokens / 2
             head = tree.node(call.prompt_node)
-            own = (
-                len(head) if head.call == call.index else 0
-            )  # the rest was computed before; lost prefixes are simulated
+            own = len(head) if head.call == call.index else 0  # the rest was there; the simulator loses it itself
             turns.append(Turn(max(1, call.sampled_tokens), min(new, own), context, max(0.0, then - meta.ended_s)))
         return Script(max(0.0, calls[0].meta.started_s - began), tuple(turns), max(0.0, done["t"] - scoring), 0.0)
 
@@ -209,8 +209,8 @@ class Trace:
             took = [e["total_s"] for e in self.kinds["switch"] if e["direction"] == direction and e.get("ok", True)]
             switches[direction] = statistics.median(took) if took else switches[direction]
         commit_s, publish_s = self._commit()
-        restarts = self._lost[1]
-        pulls = [self._alone_s(e["t"] - e["seconds"], e["t"]) for e in self.kinds["pull"]]
+        _, restarts = self._lost
+        pulls = self._alone_s([(e["t"] - e["seconds"], e["t"]) for e in self.kinds["pull"]])
         return CostModel(
             decode_base_s=max(measured.decode_base_s, 1 / _FAST),
             decode_call_s=measured.decode_call_s,
@@ -249,8 +249,10 @@ class Trace:
             out.append((event["t"], bool(serving)))
         return out
 
-    def _alone_s(self, start: float, end: float) -> float:
-        return self.load.alone_s(self.costs.host, start, end)
+    def _alone_s(self, spans: list[tuple[float, float]]) -> list[float]:
+        """What a cell alone takes for what was done in each."""
+        starts, ends = np.array(spans, dtype=np.float64).reshape(-1, 2).T
+        return list(map(float, self.load.alone_s(self.costs.host, starts, ends)))
 
     @cached_property
     def _lost(self) -> tuple[dict[str, list[float]], list[float]]:
@@ -272,24 +274,28 @@ class Trace:
         """From the last micro-step of a satellite's sum until that is in the core's."""
         cores = {c["cell"] for e in self.kinds["run"] for c in e.get("cells", ()) if c["core"]}
         done: dict[tuple[int, int], float] = {}
-        waits = []
+        waits: list[tuple[float, float]] = []
         for event in self.kinds["micro_step"]:  # one whose sum was lost is done again
             key = event["step"], event["micro"]
             if event["state"] == "done":
                 done[key] = event["t"]
             elif event["state"] == "pushed" and event["cell"] not in cores and key in done:
-                waits.append(self._alone_s(done[key], event["t"]))
-        return min(waits, default=0.0)  # the others waited for more micro-steps
+                waits.append((done[key], event["t"]))
+        return min(self._alone_s(waits), default=0.0)  # the others waited for more micro-steps
 
     def _commit(self) -> tuple[float, float]:
         """From the last counted micro-step to the step, and from the step to the next admission: medians."""
-        commits, publishes = [], []
+        commits: list[tuple[float, float]] = []
+        publishes: list[tuple[float, float]] = []
         admissions = [e["t"] for e in self.kinds["query"] if e["state"] == "admitted"]
         for step in self.kinds["step"]:
             pushed = [e["t"] for e in self.kinds["micro_step"] if e["step"] == step["step"] and e["state"] == "pushed"]
             if pushed:
-                commits.append(self._alone_s(max(pushed), step["t"]))
+                commits.append((max(pushed), step["t"]))
             after = next((t for t in admissions if t > step["t"]), None)
             if after is not None:
-                publishes.append(self._alone_s(step["t"], after))
-        return (statistics.median(commits) if commits else 0.0, statistics.median(publishes) if publishes else 0.0)
+                publishes.append((step["t"], after))
+        commit_s, publish_s = (
+            statistics.median(self._alone_s(spans)) if spans else 0.0 for spans in (commits, publishes)
+        )
+        return commit_s, publish_s
